@@ -1,0 +1,196 @@
+"""Every option of a run, once: typed, documented, and the source of the command line, the YAML file and `--help`.
+
+An option belongs to a section (a small pydantic model) and its name is unique over all sections, so the command line is
+flat (`--tensor-model-parallel-size 2`) while a YAML file may group options by section or not:
+
+    parallel:
+      tensor_model_parallel_size: 2
+    lr: 1.0e-5
+
+Megatron's and vLLM's own names are kept where they mean the same thing (vLLM's with the prefix `vllm_`). Precedence:
+command line over YAML file over default. What contradicts something else is refused by `Config.check` and, where the
+model or the number of ranks is needed, by `Config.check_model`; each error is one `ConfigError` that names the option.
+Parsing of the command line is in `rhymemeg.cli`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rhymemeg.arch import ModelArch
+from rhymemeg.errors import ConfigError
+
+
+class Section(BaseModel):
+    """Base of the sections: unknown names are errors, values are checked on assignment too."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+
+
+class RunOptions(Section):
+    """What runs, for how long, and where it writes."""
+
+    output_dir: str = Field("runs/default", description="Run directory: config, metrics, samples, checkpoints, summary.")
+    seed: int = Field(1234, ge=0, description="Everything random derives from this number.")
+    train_iters: int = Field(100, ge=0, description="Number of training steps in all (a resumed run counts on).")
+    device: Literal["auto", "cuda", "cpu"] = Field("auto", description="auto: CUDA if there is a GPU, else CPU.")
+    distributed_timeout_minutes: float = Field(10.0, gt=0, description="No collective or wait lasts longer than this.")
+    display: Literal["auto", "live", "lines", "off"] = Field(
+        "auto", description="Progress on rank 0: a live panel, a line a step, or nothing. auto: live on a terminal."
+    )
+    tensorboard: bool = Field(True, description="Write TensorBoard events to the run directory.")
+    save_samples_interval: int = Field(1, ge=0, description="Write samples/step_N.jsonl every so many steps; 0: never.")
+
+
+class ModelOptions(Section):
+    """The model, as a Hugging Face folder."""
+
+    hf_checkpoint: str = Field("", description="Folder with config.json, safetensors weights and tokenizer.")
+    ref_hf_checkpoint: str = Field("", description="Reference model for the KL term; empty: the initial weights.")
+    params_dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 on GPU, fp32 on CPU.")
+    make_vocab_size_divisible_by: int = Field(128, ge=1, description="Pad the vocabulary to a multiple of this times TP.")
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = Field(
+        "auto", description="auto: Transformer Engine on GPU where installed, else Megatron's local layers."
+    )
+    recompute_activations: bool = Field(False, description="Recompute each layer in the backward pass to save memory.")
+
+
+class ParallelOptions(Section):
+    """How Megatron splits the actor over the ranks. Data parallelism takes what is left."""
+
+    tensor_model_parallel_size: int = Field(1, ge=1, description="TP: ranks that share each layer.")
+    pipeline_model_parallel_size: int = Field(1, ge=1, description="PP: stages of layers.")
+    num_layers_per_virtual_pipeline_stage: int | None = Field(
+        None, ge=1, description="Layers a virtual stage; set it to interleave the pipeline schedule."
+    )
+    decoder_first_pipeline_num_layers: int | None = Field(None, ge=1, description="Layers on the first stage, if uneven.")
+    decoder_last_pipeline_num_layers: int | None = Field(None, ge=1, description="Layers on the last stage, if uneven.")
+    context_parallel_size: int = Field(1, ge=1, description="CP: ranks that share each sequence (GPU only).")
+    expert_model_parallel_size: int = Field(1, ge=1, description="EP: ranks that share the experts.")
+    expert_tensor_parallel_size: int | None = Field(None, ge=1, description="TP inside an expert; default: as TP.")
+    sequence_parallel: bool = Field(False, description="Split activations along the sequence over the TP ranks.")
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = Field("alltoall", description="How tokens reach experts.")
+    moe_grouped_gemm: bool = Field(False, description="One kernel for all local experts (Transformer Engine only).")
+    use_distributed_optimizer: bool = Field(True, description="Shard optimizer state over the data-parallel ranks.")
+    overlap_grad_reduce: bool = Field(False, description="Reduce gradients while the backward pass runs (GPU).")
+    overlap_param_gather: bool = Field(False, description="Gather parameters while the next forward pass runs (GPU).")
+
+
+class OptimizerOptions(Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
+    min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the decay.")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape of the decay.")
+    lr_warmup_iters: int = Field(0, ge=0, description="Steps of linear warm-up from zero.")
+    lr_decay_iters: int | None = Field(None, ge=1, description="Steps until --min-lr; default: --train-iters.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
+    adam_beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the second moment.")
+    adam_eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    clip_grad: float = Field(1.0, ge=0, description="Largest global gradient norm; 0: no clipping.")
+
+
+class RolloutOptions(Section):
+    """Which samples a step draws, and how."""
+
+    rollout_batch_size: int = Field(32, ge=1, description="Prompts a step.")
+    n_samples_per_prompt: int = Field(8, ge=1, description="Samples a prompt: the group of GRPO.")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1: off.")
+    top_k: int = Field(0, ge=0, description="Sample among the k likeliest tokens; 0: off.")
+    max_response_len: int = Field(1024, ge=1, description="Longest response in tokens; longer ones are truncated.")
+    max_prompt_len: int = Field(1024, ge=1, description="Longest prompt in tokens; longer ones are refused.")
+    stop: tuple[str, ...] = Field((), description="Strings that end a response.")
+    stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response, besides the model's own.")
+    rollout_timeout_minutes: float = Field(30.0, gt=0, description="A rollout phase that takes longer is an error.")
+
+
+class EngineOptions(Section):
+    """The vLLM engines, one to every `vllm_tensor_parallel_size` ranks. Names are vLLM's, with the prefix."""
+
+    vllm_tensor_parallel_size: int = Field(1, ge=1, description="TP of each engine; independent of the actor's.")
+    vllm_max_num_seqs: int = Field(256, ge=1, description="Most requests an engine runs at once.")
+    vllm_max_num_batched_tokens: int | None = Field(None, ge=1, description="Most tokens an engine step takes.")
+    vllm_gpu_memory_utilization: float = Field(0.6, gt=0, lt=1, description="Share of GPU memory for the engine.")
+    vllm_kv_cache_memory_gib: float = Field(1.0, gt=0, description="KV cache of an engine on CPU, in GiB a rank.")
+    vllm_enforce_eager: bool = Field(False, description="No CUDA graphs (always so on CPU).")
+    vllm_enable_prefix_caching: bool = Field(True, description="Share keys and values of equal prefixes.")
+    vllm_enable_sleep_mode: bool = Field(True, description="Free the engine's memory while the actor trains (GPU).")
+    vllm_enable_expert_parallel: bool = Field(False, description="Engines split experts instead of each expert.")
+
+
+class AlgorithmOptions(Section):
+    """What is learned from the samples."""
+
+    advantage_estimator: str = Field("grpo", description="Name in the registry of rl/advantages.")
+    policy_loss: str = Field("ppo_clip", description="Name in the registry of rl/losses.")
+    eps_clip: float = Field(0.2, gt=0, description="Lower clip: the ratio counts down to 1 - this.")
+    eps_clip_high: float | None = Field(None, gt=0, description="Upper clip; default: --eps-clip.")
+    loss_agg_mode: str = Field("token_mean", description="How token losses are averaged; a name of rl/losses.")
+    kl_loss_coef: float = Field(0.0, ge=0, description="Weight of the KL term to the reference model; 0: no such model.")
+    kl_loss_type: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of that KL.")
+    entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
+    ppo_epochs: int = Field(1, ge=1, description="Passes over the samples of a step.")
+    num_minibatches: int = Field(1, ge=1, description="Optimizer steps a pass.")
+    max_tokens_per_microbatch: int = Field(8192, ge=1, description="Token budget of a micro-batch, padding included.")
+    old_log_probs: Literal["engine", "actor"] = Field(
+        "actor", description="Where the ratio's denominator comes from: the engine, or the actor before its first update."
+    )
+
+
+class DataOptions(Section):
+    """Prompts and rewards."""
+
+    prompt_data: str = Field("", description="JSONL or Parquet file, or task:NAME for a generator (ledger, any reasoning-gym task).")
+    prompt_key: str = Field("prompt", description="Field of a line that holds the prompt (text or chat messages).")
+    label_key: str = Field("label", description="Field of a line that holds the reference answer.")
+    apply_chat_template: bool = Field(False, description="Wrap prompts with the tokenizer's chat template.")
+    num_prompts: int = Field(512, ge=1, description="Prompts to generate (generators only).")
+    data_seed: int = Field(0, ge=0, description="Seed of the generator.")
+    task_args: dict[str, Any] = Field({}, description="Arguments of the generator, for example '{max_terms: 12}' in YAML.")
+    reward: str = Field("auto", description="Name of a reward, or module:function. auto: the task's own verifier.")
+    reward_timeout: float = Field(30.0, gt=0, description="Seconds that a reward may take for one sample.")
+    reward_workers: int = Field(0, ge=0, description="Processes that compute rewards; 0: in the rank itself.")
+    shuffle: bool = Field(True, description="A new order of the prompts each epoch.")
+    eval_interval: int = Field(0, ge=0, description="Evaluate held-out prompts every so many steps; 0: never.")
+    eval_prompt_data: str = Field("", description="Held-out prompts; empty: the generator with --eval-data-seed.")
+    eval_num_prompts: int = Field(64, ge=1, description="Held-out prompts to generate (generators only).")
+    eval_data_seed: int = Field(1_000_003, ge=0, description="Seed of the held-out prompts.")
+    eval_n_samples: int = Field(1, ge=1, description="Samples a held-out prompt.")
+    eval_temperature: float = Field(1.0, ge=0, description="Temperature of the evaluation; 0: greedy.")
+
+
+class SyncOptions(Section):
+    """Moving weights from the actor into the engines."""
+
+    update_weight_buffer_size: int = Field(512 << 20, ge=1, description="Bytes of weights in flight at once.")
+    weight_sync_verify: Literal["off", "sampled", "full"] = Field("sampled", description="Checksums after each update.")
+
+
+class CheckpointOptions(Section):
+    """Saving and resuming."""
+
+    save_interval: int = Field(0, ge=0, description="Save every so many steps; 0: only at the end.")
+    save_final: bool = Field(True, description="Save after the last step.")
+    load: str = Field("", description="Checkpoint folder to resume from; 'auto': the newest of this run, if any.")
+    keep_last: int = Field(2, ge=1, description="Checkpoints that are kept.")
+    export_hf: bool = Field(True, description="Export the final model as a Hugging Face folder.")
+
+
+class Config(Section):
+    """All sections. `load_yaml`, `check` and `check_model` are the only ways in; `to_yaml` writes it with the run."""
+
+    run: RunOptions = RunOptions()
+    model: ModelOptions = ModelOptions()
+    parallel: ParallelOptions = ParallelOptions()
+    optimizer: OptimizerOptions = OptimizerOptions()
+    rollout: RolloutOptions = RolloutOptions()
+    engine: EngineOptions = EngineOptions()
+    algorithm: AlgorithmOptions = AlgorithmOptions()
+    data: DataOptions = DataOptions()
+    sync: SyncOptions = SyncOptions()
+    checkpoint: CheckpointOptions = CheckpointOptions()
