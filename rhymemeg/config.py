@@ -194,3 +194,153 @@ class Config(Section):
     data: DataOptions = DataOptions()
     sync: SyncOptions = SyncOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
+
+    # ------------------------------------------------------------------------------------------------ reading and writing
+
+    @classmethod
+    def load_yaml(cls, file: str | Path) -> Config:
+        """Read a YAML file of options, grouped by section or flat. Raises ConfigError naming file and option."""
+        import yaml
+
+        path = Path(file)
+        try:
+            tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"--config: {path} does not exist") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--config: cannot read {path}: {error}") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--config: {path} is not valid YAML: {error}") from None
+        return cls.from_tree({} if tree is None else tree, where=str(path))
+
+    @classmethod
+    def from_tree(cls, tree: Any, where: str) -> Config:
+        """Build from a parsed YAML tree; unknown names are refused with the nearest known one."""
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{where}: expected option names and values, got {type(tree).__name__}")
+        sections, owner = section_types(), option_sections()
+        grouped: dict[str, dict[str, Any]] = {name: {} for name in sections}
+        for key, value in tree.items():
+            if key in sections:
+                if not isinstance(value, dict):
+                    raise ConfigError(f"{where}: section {key!r} holds {type(value).__name__}, not options")
+                for option, inner in value.items():
+                    if owner.get(option) != key:
+                        raise ConfigError(f"{where}: unknown option {option!r} in section {key!r}{did_you_mean(option)}")
+                    grouped[key][option] = inner
+            elif key in owner:
+                grouped[owner[key]][key] = value
+            else:
+                raise ConfigError(f"{where}: unknown option {key!r}{did_you_mean(str(key))}")
+        try:
+            return cls(**{name: sections[name](**values) for name, values in grouped.items()})
+        except ValidationError as error:
+            raise ConfigError(f"{where}: {first_problem(error)}") from None
+
+    def to_yaml(self) -> str:
+        """All options with their values, by section; `load_yaml` reads it back unchanged."""
+        import yaml
+
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+    # ---------------------------------------------------------------------------------------------------------- checks
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence of prompt and response, in tokens."""
+        return self.rollout.max_prompt_len + self.rollout.max_response_len
+
+    def check(self) -> None:
+        """Refuse what is missing or contradicts itself, before anything is loaded."""
+        from rhymemeg.rl.advantages import ADVANTAGES
+        from rhymemeg.rl.losses import AGGREGATIONS, POLICY_LOSSES
+
+        a, o, r = self.algorithm, self.optimizer, self.rollout
+        for value, option in ((self.model.hf_checkpoint, "--hf-checkpoint"), (self.data.prompt_data, "--prompt-data")):
+            if not value:
+                raise ConfigError(f"{option} is required")
+        for value, option, known in (
+            (a.advantage_estimator, "--advantage-estimator", ADVANTAGES),
+            (a.policy_loss, "--policy-loss", POLICY_LOSSES),
+            (a.loss_agg_mode, "--loss-agg-mode", AGGREGATIONS),
+        ):
+            if value not in known:
+                raise ConfigError(f"{option}: unknown name {value!r}{did_you_mean(value, known)}")
+        if o.min_lr > o.lr:
+            raise ConfigError(f"--min-lr {o.min_lr} exceeds --lr {o.lr}")
+        if self.model.ref_hf_checkpoint and a.kl_loss_coef == 0:
+            raise ConfigError("--ref-hf-checkpoint is given but --kl-loss-coef is 0, so it would not be used")
+        if a.advantage_estimator == "grpo" and r.n_samples_per_prompt < 2:
+            raise ConfigError("--advantage-estimator grpo compares samples of a prompt: --n-samples-per-prompt must be >= 2")
+        if a.num_minibatches > r.rollout_batch_size:
+            raise ConfigError(
+                f"--num-minibatches {a.num_minibatches} exceeds --rollout-batch-size {r.rollout_batch_size}"
+            )
+        if a.old_log_probs == "engine" and (r.top_p < 1 or r.top_k > 0):
+            raise ConfigError(
+                "--old-log-probs engine with --top-p or --top-k: the engine's log-probabilities are those of the "
+                "truncated distribution, the actor's are not; use --old-log-probs actor"
+            )
+        if a.max_tokens_per_microbatch < self.max_model_len:
+            raise ConfigError(
+                f"--max-tokens-per-microbatch {a.max_tokens_per_microbatch} is less than the longest sequence "
+                f"(--max-prompt-len + --max-response-len = {self.max_model_len})"
+            )
+
+    def check_model(self, arch: ModelArch) -> None:
+        """Refuse what does not fit the model. The layout itself is checked by `rhymemeg.parallel.layout_checks`."""
+        if self.max_model_len > arch.max_position_embeddings:
+            raise ConfigError(
+                f"--max-prompt-len + --max-response-len = {self.max_model_len} exceeds the model's "
+                f"max_position_embeddings = {arch.max_position_embeddings}"
+            )
+        if arch.num_attention_heads % self.engine.vllm_tensor_parallel_size:
+            raise ConfigError(
+                f"--vllm-tensor-parallel-size {self.engine.vllm_tensor_parallel_size} does not divide the "
+                f"{arch.num_attention_heads} attention heads"
+            )
+        if self.engine.vllm_enable_expert_parallel and not arch.is_moe:
+            raise ConfigError("--vllm-enable-expert-parallel: the model has no experts")
+
+
+# ------------------------------------------------------------------------------------------------------------ reflection
+
+
+def section_types() -> dict[str, type[Section]]:
+    """Section name -> its class, in the order of `Config`."""
+    return {name: _section_class(field.annotation) for name, field in Config.model_fields.items()}
+
+
+def _section_class(annotation: Any) -> type[Section]:
+    kind = get_args(annotation)[0] if get_args(annotation) else annotation
+    assert issubclass(kind, Section)
+    return kind
+
+
+def option_sections() -> dict[str, str]:
+    """Option name -> name of its section. Names are unique over all sections."""
+    owner: dict[str, str] = {}
+    for section, kind in section_types().items():
+        for option in kind.model_fields:
+            assert option not in owner, f"option {option} is in {owner[option]} and {section}"
+            owner[option] = section
+    return owner
+
+
+def did_you_mean(name: str, known: Any = None) -> str:
+    """'' or ', did you mean ...?' with the nearest known name (of the options, unless `known` is given)."""
+    import difflib
+
+    candidates = list(option_sections()) if known is None else sorted(known)
+    near = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), candidates, n=1, cutoff=0.5)
+    if not near:
+        return "" if known is None else f" (known: {', '.join(candidates)})"
+    shown = near[0] if known is not None or not name.startswith("--") else "--" + near[0].replace("_", "-")
+    return f", did you mean {shown}?"
+
+
+def first_problem(error: ValidationError) -> str:
+    """One sentence about the first problem that pydantic found, with the option's command-line name."""
+    problem = error.errors()[0]
+    option = "--" + ".".join(str(part) for part in problem["loc"]).replace("_", "-")
+    return f"{option}: {problem['msg']} (got {problem.get('input')!r})"

@@ -1,0 +1,79 @@
+"""Command line to `Config`: every option of every section as `--its-name`, over a YAML file given with `--config`.
+
+Parsing is tyro's (types, help, nearest names of unknown options); this module only flattens the sections and lays the
+command line over the YAML file. Under torchrun every rank parses the same line, so only rank 0 prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+
+from rhymemeg.config import Config, first_problem, section_types
+from rhymemeg.errors import ConfigError
+
+
+def parse(argv: list[str], prog: str = "python -m rhymemeg.train") -> tuple[Config, bool]:
+    """Return the configuration and whether `--dry-run` was given. `--help` and wrong options end the process (status 0
+    and 2) after printing; a bad YAML file or value raises ConfigError."""
+    import tyro
+
+    class Invocation(Config):
+        """Train a language model by reinforcement learning: Megatron-core actors and vLLM engines in the same ranks.
+
+        Options may also come from a YAML file (--config); the command line wins. Start under torchrun, one process a
+        device; see launch/ for ready scripts.
+        """
+
+        config: str = Field("", description="YAML file of options, by section or flat.")
+        dry_run: bool = Field(False, description="Check everything, print layout and sizes, and stop.")
+
+    base = Config.load_yaml(file) if (file := _config_file(argv)) else Config()
+    default = Invocation(**{name: getattr(base, name) for name in Config.model_fields}, config=file)
+    quiet = os.environ.get("RANK", "0") != "0"
+    sink = io.StringIO()
+    try:
+        with contextlib.ExitStack() as stack:
+            if quiet:
+                stack.enter_context(contextlib.redirect_stdout(sink))
+                stack.enter_context(contextlib.redirect_stderr(sink))
+            given = tyro.cli(
+                Annotated[Invocation, tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff],  # type: ignore[arg-type]
+                args=_bare_flags(argv),
+                default=default,
+                prog=prog,
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+            )
+    except ValidationError as error:
+        raise ConfigError(first_problem(error)) from None
+    return Config(**{name: getattr(given, name) for name in Config.model_fields}), given.dry_run
+
+
+def _config_file(argv: list[str]) -> str:
+    """The value of `--config`, found before the real parsing because it supplies the defaults of the rest."""
+    for i, word in enumerate(argv):
+        if word.startswith("--config="):
+            return word.partition("=")[2]
+        if word == "--config" and i + 1 < len(argv):
+            return argv[i + 1]
+    return ""
+
+
+def _bare_flags(argv: list[str]) -> list[str]:
+    """A flag without a value means true: `--sequence-parallel` for `--sequence-parallel True`."""
+    flags = {"--dry-run"} | {
+        "--" + name.replace("_", "-")
+        for section in section_types().values()
+        for name, field in section.model_fields.items()
+        if field.annotation is bool
+    }
+    words: list[str] = []
+    for i, word in enumerate(argv):
+        words.append(word)
+        if word.replace("_", "-") in flags and (i + 1 == len(argv) or argv[i + 1].startswith("--")):
+            words.append("True")
+    return words
