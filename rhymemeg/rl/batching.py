@@ -9,7 +9,8 @@ samples of an optimizer step:
 3. `collate` pads the rows of one micro-batch into tensors.
 
 Invariants (asserted by the tests): every sample is in exactly one micro-batch; no micro-batch exceeds the budget; every
-rank has the same number of micro-batches; none is empty unless there are fewer samples than ranks.
+rank has the same number of micro-batches; none is empty unless every other holds a single sample and their number is no
+multiple of the ranks.
 """
 
 from __future__ import annotations
