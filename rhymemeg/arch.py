@@ -127,7 +127,9 @@ class ModelArch:
         if family == "qwen3_moe":
             step = config.get("decoder_sparse_step", 1) or 1
             only = set(config.get("mlp_only_layers") or ())
-            experts, top_k = need("num_experts"), need("num_experts_per_tok")
+            # transformers 5 writes the number of experts under another name than the released checkpoints.
+            experts = need("num_experts" if "num_experts" in config else "num_local_experts")
+            top_k = need("num_experts_per_tok")
             if top_k > experts:
                 raise ConfigError(f"{where}: num_experts_per_tok={top_k} exceeds num_experts={experts}")
             moe = dict(
