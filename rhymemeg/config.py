@@ -130,6 +130,7 @@ class AlgorithmOptions(Section):
     policy_loss: str = Field("ppo_clip", description="Name in the registry of rl/losses.")
     eps_clip: float = Field(0.2, gt=0, description="Lower clip: the ratio counts down to 1 - this.")
     eps_clip_high: float | None = Field(None, gt=0, description="Upper clip; default: --eps-clip.")
+    eps_clip_c: float | None = Field(None, gt=1, description="Dual clip's bound for negative advantages; default: none.")
     loss_agg_mode: str = Field("token_mean", description="How token losses are averaged; a name of rl/losses.")
     kl_loss_coef: float = Field(0.0, ge=0, description="Weight of the KL term to the reference model; 0: no such model.")
     kl_loss_type: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of that KL.")

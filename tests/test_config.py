@@ -79,7 +79,7 @@ def test_only_rank_0_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         ({"hf_checkpoint": ""}, "--hf-checkpoint is required"),
         ({"prompt_data": ""}, "--prompt-data is required"),
         ({"advantage_estimator": "grop"}, "--advantage-estimator: unknown name 'grop', did you mean grpo"),
-        ({"policy_loss": "xyz"}, r"--policy-loss: unknown name 'xyz' \(known: ppo_clip"),
+        ({"policy_loss": "xyz"}, r"--policy-loss: unknown name 'xyz' \(known: cispo, "),
         ({"loss_agg_mode": "token-mean"}, "did you mean token_mean"),
         ({"min_lr": 1.0}, "--min-lr 1.0 exceeds --lr"),
         ({"ref_hf_checkpoint": "x"}, "--kl-loss-coef is 0"),

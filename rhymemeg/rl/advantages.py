@@ -59,3 +59,21 @@ def rloo(rewards: Array, groups: npt.NDArray[np.int64]) -> Array:
     total, size = _group_sums(rewards, groups)
     others = np.maximum(size - 1, 1)
     return np.where(size > 1, rewards - (total - rewards) / others, 0.0)
+
+
+def _whiten(values: Array, eps: float = 1e-8) -> Array:
+    return (values - values.mean()) / (values.std() + eps)
+
+
+@register("reinforce_pp")
+def reinforce_pp(rewards: Array, groups: npt.NDArray[np.int64]) -> Array:
+    """A_i = (r_i - mean) / (std + eps) over the *whole step*, without a baseline a prompt.
+    REINFORCE++ (arXiv 2501.03262), section 3.2 (its per-token KL is --kl-loss-coef here)."""
+    return _whiten(rewards)
+
+
+@register("reinforce_pp_baseline")
+def reinforce_pp_baseline(rewards: Array, groups: npt.NDArray[np.int64]) -> Array:
+    """The group's mean as baseline, then the scale of the whole step: A = whiten(r - mean of the group).
+    REINFORCE++ (arXiv 2501.03262), section 3.3."""
+    return _whiten(dr_grpo(rewards, groups))

@@ -34,7 +34,7 @@ class Objective:
         current = log_probs.detach()
         old = fields.get("old_log_probs", current)
         log_ratio = (log_probs - old) * mask
-        losses, clipped = POLICY_LOSSES[self.options.policy_loss](log_ratio, fields["advantages"], self.options)
+        losses, clipped = POLICY_LOSSES[self.options.policy_loss](log_ratio, fields["advantages"], mask, self.options)
         sums = {"actor/pg_clipfrac": clipped * mask, "actor/ppo_kl": -log_ratio.detach()}
         if self.options.kl_loss_coef > 0:
             kl = kl_estimate(log_probs, fields["ref_log_probs"], self.options.kl_loss_type) * mask

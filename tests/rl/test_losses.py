@@ -14,6 +14,9 @@ from rhymemeg.config import AlgorithmOptions
 from rhymemeg.rl.losses import AGGREGATIONS, POLICY_LOSSES, aggregation_weights, kl_estimate
 
 
+ONE = torch.ones(1, 1, dtype=torch.float64)
+
+
 def slow_ppo(log_ratio: float, advantage: float, low: float, high: float) -> tuple[float, float]:
     """Loss of one token and its derivative by the log-ratio, from the definition of PPO's clipped objective."""
     ratio = math.exp(log_ratio)
@@ -31,7 +34,7 @@ def slow_ppo(log_ratio: float, advantage: float, low: float, high: float) -> tup
 def test_ppo_clip_matches_the_definition(log_ratio: float, advantage: float) -> None:
     options = AlgorithmOptions(eps_clip=0.2, eps_clip_high=0.4)
     x = torch.tensor([[log_ratio]], dtype=torch.float64, requires_grad=True)
-    loss, clipped = POLICY_LOSSES["ppo_clip"](x, torch.tensor([[advantage]], dtype=torch.float64), options)
+    loss, clipped = POLICY_LOSSES["ppo_clip"](x, torch.tensor([[advantage]], dtype=torch.float64), ONE, options)
     loss.sum().backward()
     value, gradient = slow_ppo(log_ratio, advantage, 0.2, 0.4)
     assert loss.item() == pytest.approx(value, rel=1e-6)
@@ -41,16 +44,61 @@ def test_ppo_clip_matches_the_definition(log_ratio: float, advantage: float) -> 
 
 def test_reinforce_gradient_is_minus_the_advantage() -> None:
     x = torch.tensor([[0.3, -0.2]], dtype=torch.float64, requires_grad=True)
-    loss, clipped = POLICY_LOSSES["reinforce"](x, torch.tensor([[2.0, -1.0]], dtype=torch.float64), AlgorithmOptions())
+    loss, clipped = POLICY_LOSSES["reinforce"](x, torch.tensor([[2.0, -1.0]], dtype=torch.float64), ONE, AlgorithmOptions())
     loss.sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, torch.tensor([[-2.0, 1.0]], dtype=torch.float64))
     assert not clipped.any()
 
 
-def test_ratio_does_not_overflow() -> None:
-    loss, _ = POLICY_LOSSES["ppo_clip"](torch.tensor([[500.0, -500.0]]), torch.tensor([[-1.0, 1.0]]), AlgorithmOptions())
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_ratio_does_not_overflow(name: str) -> None:
+    ratio, advantages = torch.tensor([[500.0, -500.0]]), torch.tensor([[-1.0, 1.0]])
+    loss, _ = POLICY_LOSSES[name](ratio, advantages, torch.ones(1, 2), AlgorithmOptions())
     assert torch.isfinite(loss).all()
+
+
+def test_dual_clip_bounds_negative_advantages() -> None:
+    x = torch.tensor([[2.0, 2.0, 0.1]], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([[-1.0, 1.0, -1.0]], dtype=torch.float64)
+    loss, clipped = POLICY_LOSSES["ppo_clip"](x, advantages, torch.ones(1, 3), AlgorithmOptions(eps_clip_c=3.0))
+    loss.sum().backward()
+    # exp(2) > 3: bounded at 3 with no gradient; positive advantage: PPO's own clip; exp(.1) < 1.2: as it is.
+    torch.testing.assert_close(loss.detach(), torch.tensor([[3.0, -1.2, math.exp(0.1)]], dtype=torch.float64))
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.tensor([[0.0, 0.0, math.exp(0.1)]], dtype=torch.float64))
+    assert clipped.tolist() == [[True, True, False]]
+
+
+def test_gspo_is_ppo_on_the_geometric_mean_of_ratios() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        length = int(rng.integers(1, 6))
+        values, advantage = rng.normal(0, 0.3, length), float(rng.normal())
+        x = torch.zeros(1, 6, dtype=torch.float64)
+        x[0, :length] = torch.from_numpy(values)
+        x.requires_grad_()
+        mask = torch.zeros(1, 6, dtype=torch.float64)
+        mask[0, :length] = 1
+        loss, _ = POLICY_LOSSES["gspo"](x, torch.full((1, 6), advantage, dtype=torch.float64), mask, AlgorithmOptions())
+        ((loss * mask).sum() / length).backward()
+        value, gradient = slow_ppo(float(values.mean()), advantage, 0.2, 0.2)
+        assert (loss * mask).sum().item() / length == pytest.approx(value)
+        assert x.grad is not None
+        # d/d log_ratio_t of f(exp(mean log r)) = f' / length for each token.
+        expected = torch.zeros(1, 6, dtype=torch.float64)
+        expected[0, :length] = gradient / length
+        torch.testing.assert_close(x.grad, expected)
+
+
+def test_cispo_bounds_the_weight_and_keeps_the_gradient() -> None:
+    x = torch.tensor([[2.0, -2.0, 0.05]], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([[1.0, -2.0, 0.5]], dtype=torch.float64)
+    loss, clipped = POLICY_LOSSES["cispo"](x, advantages, torch.ones(1, 3), AlgorithmOptions(eps_clip_high=0.4))
+    loss.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.tensor([[-1.4, 1.6, -0.5 * math.exp(0.05)]], dtype=torch.float64))
+    assert clipped.tolist() == [[True, True, False]]
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
