@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Build the draft index with AddressSanitizer and UndefinedBehaviorSanitizer, in a temporary copy of the package, and run
+# its tests (hypothesis against the exhaustive matcher) on that build. Stops at the first finding with a non-zero status.
+#
+#   tools/sanitize_index.sh [pytest arguments]        PYTHON=python3.11 CXX=g++ by default
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+python=${PYTHON:-python}
+cxx=${CXX:-g++}
+copy=$(mktemp -d)
+trap 'rm -rf "$copy"' EXIT
+
+mkdir -p "$copy/rhymemeg" "$copy/tests"
+cp "$root/rhymemeg/__init__.py" "$root/rhymemeg/errors.py" "$copy/rhymemeg/"
+cp -r "$root/rhymemeg/histospec" "$copy/rhymemeg/"
+cp -r "$root/tests/histospec" "$root/tests/__init__.py" "$root/tests/conftest.py" "$copy/tests/"
+rm -f "$copy"/rhymemeg/histospec/_index*.so
+
+suffix=$("$python" -c "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))")
+read -ra includes <<<"$("$python" -m pybind11 --includes)"
+"$cxx" -O1 -g -std=c++17 -Wall -Wextra -D_GLIBCXX_ASSERTIONS -fsanitize=address,undefined -fno-sanitize-recover=all \
+  -fno-omit-frame-pointer -shared -fPIC "${includes[@]}" "$copy"/rhymemeg/histospec/csrc/*.cc \
+  -o "$copy/rhymemeg/histospec/_index$suffix"
+
+cd "$copy"
+# Leak checking is off: the interpreter itself keeps memory until it exits.
+LD_PRELOAD="$("$cxx" -print-file-name=libasan.so) $("$cxx" -print-file-name=libubsan.so)" \
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+  "$python" -m pytest tests/histospec/test_index.py -q -p no:cacheprovider "$@"
