@@ -1,0 +1,102 @@
+"""A run from start to end in this rank: process groups, display, trainer, run directory.
+
+`open_run` starts everything that `rhymemeg.train` needs and closes everything again, also after an error, which
+`rhymemeg.parallel.failure` reports once, with the rank and the phase named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rhymemeg.arch import ModelArch
+from rhymemeg.config import Config
+from rhymemeg.observe.clock import StepClock
+from rhymemeg.observe.display import Display
+from rhymemeg.observe.run_dir import RunDirectory
+from rhymemeg.parallel import failure
+from rhymemeg.parallel.runtime import Runtime, init_runtime, shutdown
+from rhymemeg.rollout.samples import Prompt, Sample
+from rhymemeg.trainer import Trainer
+
+
+@dataclass
+class Run:
+    """The parts that the step loop talks to. `directory` is None on every rank but 0."""
+
+    runtime: Runtime
+    clock: StepClock
+    display: Display
+    trainer: Trainer
+    directory: RunDirectory | None
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add times and rates to the step's numbers; write and show them (rank 0)."""
+        seconds = self.clock.metrics()
+        total, rollout = seconds["perf/step_time"], seconds.get("timing_s/rollout", 0.0)
+        tokens = metrics["rollout/tokens"]
+        numbers = dict(metrics) | seconds
+        numbers["perf/rollout_time"] = rollout
+        numbers["perf/rollout_tokens_per_sec"] = tokens / rollout if rollout else 0.0
+        numbers["perf/tokens_per_gpu_per_sec"] = (
+            (tokens + metrics["rollout/prompt_tokens"]) / total / self.runtime.world_size
+        )
+        if self.directory is not None:
+            self.directory.log(step, numbers)
+        self.display.step(step, numbers)
+
+    def write_samples(self, name: str, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> None:
+        """samples/`name`.jsonl with the samples of all ranks (rank 0 collects and writes)."""
+        everyone = self.runtime.gather_object(list(samples), dst=0)
+        if self.directory is not None and everyone is not None:
+            ordered = sorted((s for part in everyone for s in part), key=lambda s: s.sample_id)
+            self.directory.write_samples(name, ordered, {p.prompt_id: p for p in prompts})
+
+    def finish(self) -> None:
+        """Write summary.json and say where everything is."""
+        if self.directory is None:
+            return
+        summary = self.directory.write_summary("completed")
+        first, last = summary["reward_first_5_steps"], summary["reward_last_5_steps"]
+        if first is not None:
+            self.display.note(
+                f"done: {summary['steps']} steps in {summary['seconds']:.0f} s, reward {first:.3f} -> {last:.3f}"
+                + _held_out(summary)
+            )
+        self.display.note(f"run directory: {self.directory.path}")
+
+
+def _held_out(summary: Mapping) -> str:
+    if "eval_first" not in summary:
+        return ""
+    before, after = summary["eval_first"], summary["eval_last"]
+    return (
+        f", held-out {before['eval/reward']:.3f} ± {before['eval/reward_se']:.3f}"
+        f" -> {after['eval/reward']:.3f} ± {after['eval/reward_se']:.3f}"
+    )
+
+
+@contextlib.contextmanager
+def open_run(config: Config, arch: ModelArch) -> Iterator[Run]:
+    """See the module."""
+    runtime = init_runtime(config.run, config.parallel, config.run.seed)
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutdown)
+        stack.enter_context(failure.guard(runtime))
+        first = runtime.rank == 0
+        title = f"RhymeMeg  {config.model.hf_checkpoint}  {runtime.world_size} ranks ({runtime.device_type})"
+        display = Display(config.run.display if first else "off", config.run.train_iters, title)
+        stack.callback(display.close)
+
+        def announce(phase: str) -> None:
+            failure.phase(phase)
+            display.phase(phase)
+
+        clock = StepClock(on_phase=announce)
+        trainer = Trainer(config, arch, runtime, clock, display)
+        stack.callback(trainer.close)
+        directory = RunDirectory(config, trainer.first_step) if first else None
+        if directory is not None:
+            stack.callback(directory.close)
+        yield Run(runtime, clock, display, trainer, directory)

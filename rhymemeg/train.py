@@ -1,0 +1,75 @@
+"""The training loop. Start it under torchrun, one process a device:
+
+    torchrun --standalone --nproc-per-node 2 --module rhymemeg.train --config launch/configs/quickstart.yaml
+
+Everything above `train` is checks and wiring; `train` is one step after the other, from top to bottom.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rhymemeg.arch import ModelArch
+from rhymemeg.cli import parse
+from rhymemeg.config import Config
+from rhymemeg.dry_run import check_engines, report
+from rhymemeg.errors import RhymeMegError
+from rhymemeg.parallel.layout_checks import check_layout
+
+
+def train(config: Config, arch: ModelArch) -> None:
+    """Run all steps of `config` in this rank. Returns when done; errors go through `parallel.failure`."""
+    from rhymemeg.observe.run import open_run
+
+    with open_run(config, arch) as run:
+        trainer, clock = run.trainer, run.clock
+        for step in range(trainer.first_step, config.run.train_iters):
+            with clock.step():
+                with clock.phase("rollout"):
+                    prompts = trainer.prompts_at(step)
+                    samples = trainer.rollout(step, prompts)
+                with clock.phase("reward"):
+                    summaries, metrics = trainer.score(samples, prompts)
+                metrics |= trainer.learn(samples, summaries)
+                with clock.phase("sync"):
+                    metrics |= trainer.push_weights(step + 1)
+                if trainer.evaluation_is_due(step + 1):
+                    with clock.phase("evaluate"):
+                        metrics |= trainer.evaluate(step + 1)
+                with clock.phase("log"):
+                    run.write_samples(f"step_{step}", samples, prompts)
+                if trainer.checkpoint_is_due(step + 1):
+                    with clock.phase("checkpoint"):
+                        trainer.save(step + 1)
+            run.log_step(step, metrics)
+        run.finish()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, check, train. Returns the exit status: 0 done, 1 an error while running, 2 options that cannot be run."""
+    from rhymemeg.parallel.runtime import choose_device_type
+
+    try:
+        config, dry_run = parse(sys.argv[1:] if argv is None else argv)
+        config.check()
+        arch = ModelArch.from_pretrained(config.model.hf_checkpoint)
+        config.check_model(arch)
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        device_type = choose_device_type(config.run.device)
+        check_layout(arch, config.parallel, world_size, device_type)
+        check_engines(config, world_size)
+        if dry_run:
+            if os.environ.get("RANK", "0") == "0":
+                print(report(config, arch, world_size, device_type))
+            return 0
+    except RhymeMegError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"rhymemeg: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    train(config, arch)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

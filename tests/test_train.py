@@ -1,0 +1,124 @@
+"""The program as a user starts it: short runs, resumed runs, and what bad input does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.torchrun import Result, finish, start, torchrun
+
+MODEL = "launch/quickstart_model"
+TRAIN = ("--module", "rhymemeg.train", "--config", "launch/configs/quickstart.yaml", "--display", "lines")
+SHORT = (
+    "--train-iters", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--max-response-len", "96",
+    "--num-prompts", "8", "--eval-interval", "2", "--eval-num-prompts", "4", "--eval-n-samples", "2",
+)  # fmt: skip
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def samples(folder: Path, step: int) -> list[dict]:
+    return [json.loads(line) for line in (folder / "samples" / f"step_{step}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps on two ranks: actor TP 2, two engines."""
+    folder = tmp_path_factory.mktemp("two")
+    torchrun(2, *TRAIN, *SHORT, "--output-dir", str(folder)).check()
+    return folder
+
+
+@pytest.mark.engine
+@pytest.mark.distributed
+class TestRuns:
+    def test_run_directory_is_complete(self, two_ranks: Path) -> None:
+        for name in ("config.yaml", "metrics.jsonl", "summary.json", "samples/step_0.jsonl", "samples/step_1.jsonl"):
+            assert (two_ranks / name).is_file(), name
+        assert any((two_ranks / "tensorboard").iterdir())
+        summary = json.loads((two_ranks / "summary.json").read_text())
+        assert summary["status"] == "completed" and summary["steps"] == 2
+        assert summary["tokens_generated"] == sum(s["length"] for k in range(2) for s in samples(two_ranks, k))
+        assert {"torch", "megatron-core", "transformers", "python"} <= set(summary["versions"])
+
+    def test_trainer_and_engine_agree(self, two_ranks: Path) -> None:
+        for row in rows(two_ranks):
+            assert 0 < row["actor/train_rollout_logprob_abs_diff"] < 1e-4
+
+    def test_phases_add_up_to_the_step(self, two_ranks: Path) -> None:
+        for row in rows(two_ranks):
+            phases = sum(v for k, v in row.items() if k.startswith("timing_s/"))
+            assert phases == pytest.approx(row["perf/step_time"], rel=0.02)
+
+    def test_every_token_has_the_version_that_made_it(self, two_ranks: Path) -> None:
+        for step in range(2):
+            assert all(s["version"] == [step, step] for s in samples(two_ranks, step))
+            assert {s["engine"] for s in samples(two_ranks, step)} == {0, 1}
+
+    def test_four_ranks_sample_the_same_responses(self, two_ranks: Path, tmp_path: Path) -> None:
+        """Actor TP 2 x DP 2 and four engines: the same weights and seeds give the same first step."""
+        torchrun(4, *TRAIN, *SHORT, "--train-iters", "1", "--eval-interval", "0", "--output-dir", str(tmp_path)).check()
+        ours, theirs = samples(two_ranks, 0), samples(tmp_path, 0)
+        assert [s["output_token_ids"] for s in ours] == [s["output_token_ids"] for s in theirs]
+        assert len({s["engine"] for s in theirs}) == 4
+
+    def test_resume_repeats_the_uninterrupted_run(self, two_ranks: Path, tmp_path: Path) -> None:
+        torchrun(2, *TRAIN, *SHORT, "--train-iters", "1", "--output-dir", str(tmp_path)).check()
+        output = torchrun(2, *TRAIN, *SHORT, "--load", "auto", "--output-dir", str(tmp_path)).check()
+        assert "resum" in output
+        assert [r["step"] for r in rows(tmp_path)] == [0, 1]
+        assert [s["output_token_ids"] for s in samples(tmp_path, 1)] == [s["output_token_ids"] for s in samples(two_ranks, 1)]
+        assert rows(tmp_path)[1]["actor/loss"] == rows(two_ranks)[1]["actor/loss"]
+
+    def test_export_loads_in_transformers(self, two_ranks: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        exported = AutoModelForCausalLM.from_pretrained(two_ranks / "hf")
+        original = AutoModelForCausalLM.from_pretrained(MODEL)
+        assert set(exported.state_dict()) == set(original.state_dict())
+        changed = [k for k, v in exported.state_dict().items() if not v.equal(original.state_dict()[k])]
+        assert "model.embed_tokens.weight" in changed
+
+
+def said_once(result: Result, message: str) -> None:
+    """One clear message, and a non-zero status."""
+    assert result.status != 0, result.output[-3000:]
+    assert result.output.count(message) == 1, result.output[-6000:]
+
+
+@pytest.mark.distributed
+class TestBadInput:
+    """Each ends within 30 s (on an idle machine) with one message that names the option, file or rank."""
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (("--hf-checkpoint", "nowhere"), "model folder 'nowhere' does not exist"),
+            (("--tensor-model-parallel-size", "3"), "--tensor-model-parallel-size 3"),
+            (("--pipeline-model-parallel-size", "2"), "world size"),
+            (("--reward", "no_such_reward"), "no_such_reward"),
+            (("--prompt-data", "nowhere.jsonl"), "nowhere.jsonl"),
+            (("--context-parallel-size", "2", "--tensor-model-parallel-size", "1"), "--context-parallel-size"),
+        ],
+    )
+    def test_refused_before_work(self, words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+        said_once(torchrun(2, *TRAIN, *SHORT, "--output-dir", str(tmp_path), *words, timeout=90), message)
+
+    def test_unsupported_architecture(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
+        result = torchrun(2, *TRAIN, *SHORT, "--hf-checkpoint", str(tmp_path), "--output-dir", str(tmp_path), timeout=90)
+        said_once(result, "architecture 'MambaForCausalLM' is not supported")
+
+    def test_malformed_data_line(self, tmp_path: Path) -> None:
+        file = tmp_path / "prompts.jsonl"
+        file.write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": "1+1="\n')
+        result = torchrun(2, *TRAIN, *SHORT, "--prompt-data", str(file), "--output-dir", str(tmp_path), timeout=90)
+        said_once(result, f"{file}:2")
