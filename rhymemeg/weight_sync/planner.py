@@ -1,0 +1,482 @@
+"""Which rank sends which slice of which tensor to whom: the plan of a weight update. Pure Python, no process group.
+
+In: the model's table (`layouts.py`), where the actor's shards are (`ActorLayout`), and who needs what (a `Target`: the
+engines, or the writers of an export). Out: a `Plan`, made once and used for every update.
+
+Method.
+1. Cut each Hugging Face tensor into the common refinement of what the actor's shards hold and what the targets need.
+   A cut is an *atom*: one box, held by a group of ranks (replicas), needed by a group of ranks. The cuts depend on the
+   rule and the layout only, so they are computed once a rule and reused for every layer and expert.
+2. Atoms with the same holders and the same needers form a *class*; there are few, however large the model is. Each
+   needer gets a class from one holder: itself if it is one, else one on its node, else any, each time the one that has
+   least to send so far. A class with more holders than needers is cut in parts first, so that all holders can serve.
+   Classes are served largest first.
+3. Tensors, in the model's order, form buckets: in none does a rank receive and pack for sending more than
+   `bucket_bytes` together (a single larger tensor makes a bucket of its own).
+
+Every rank needs each element of its boxes once and takes it from itself if it can, so the bytes over the wire are the
+least that the two layouts allow: the sum over ranks of what they need and do not hold. Checked while planning: each
+needed box is covered by its atoms exactly once (WeightSyncError naming the tensor).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from rhymemeg.errors import WeightSyncError
+from rhymemeg.weight_sync.boxes import Box, Shape, intersect, numel, whole
+from rhymemeg.weight_sync.layouts import ModelLayout, Parameter
+from rhymemeg.weight_sync.rules import Part, Rule
+from rhymemeg.weight_sync.topology import ActorLayout, EngineLayout, Ranks
+
+MAX_PARTS = 16
+
+
+class Tensor(NamedTuple):
+    """A Hugging Face tensor: name, shape, bytes an element, and the Megatron parameter it belongs to."""
+
+    name: str
+    shape: Shape
+    itemsize: int
+    parameter: Parameter
+    part: Part
+
+
+class Need(NamedTuple):
+    """A box that a group of ranks needs. `lanes`: for sizing buckets; each rank of a target belongs to one lane."""
+
+    box: Box
+    ranks: Ranks
+    lanes: tuple[int, ...]
+
+
+class Target(Protocol):
+    """Who needs what. Boxes of one tensor must be disjoint or equal; equal ones are listed once."""
+
+    lanes: int
+
+    def needs(self, tensor: Tensor) -> tuple[Need, ...]: ...
+
+
+class EngineTarget:
+    """The slices that the ranks of the engines need."""
+
+    def __init__(self, engines: EngineLayout, num_experts: int = 0) -> None:
+        self.engines, self.num_experts, self.lanes = engines, num_experts, engines.tp
+        self._members = [tuple(engines.members(t)) for t in range(engines.tp)]
+        self._everyone = tuple(range(engines.world))
+        self._groups: dict[tuple[int, ...], Ranks] = {(t,): self._members[t] for t in range(engines.tp)}
+        self._known: dict[tuple[int, str], tuple[Need, ...]] = {}
+
+    def needs(self, tensor: Tensor) -> tuple[Need, ...]:
+        e, expert = self.engines, tensor.parameter.expert
+        if e.whole:
+            return (Need(whole(tensor.shape), self._everyone, tuple(range(e.tp))),)
+        if expert is not None and e.expert_parallel:
+            owner = e.expert_owner(expert, self.num_experts)
+            return (Need(whole(tensor.shape), self._members[owner], (owner,)),)
+        # The answer depends on the rule, not on layer and expert.
+        key = (id(tensor.parameter.rule), tensor.part.name)
+        if key not in self._known:
+            lanes: dict[Box, list[int]] = defaultdict(list)
+            for t in range(e.tp):
+                try:
+                    lanes[tensor.part.split(tensor.name, tensor.shape, t, e.tp)].append(t)
+                except ValueError as error:
+                    raise WeightSyncError(f"engine of tp={e.tp}: {error}") from None
+            self._known[key] = tuple(
+                Need(box, self._ranks(tuple(ts)), tuple(ts)) for box, ts in lanes.items() if numel(box)
+            )
+        return self._known[key]
+
+    def _ranks(self, lanes: tuple[int, ...]) -> Ranks:
+        """The ranks of these lanes; always the same object, since the planner compares groups by identity."""
+        if lanes not in self._groups:
+            self._groups[lanes] = tuple(sorted(r for t in lanes for r in self._members[t]))
+        return self._groups[lanes]
+
+
+class Atom(NamedTuple):
+    """One box of one tensor, moved as one; `part` of the class decides the source."""
+
+    tensor: int
+    box: Box
+    group: int
+    part: int
+
+
+@dataclass
+class Class:
+    """Atoms held by the same ranks and needed by the same ranks. `sources[part][i]` serves `needers[i]`."""
+
+    holders: Ranks
+    needers: Ranks
+    part_bytes: list[int] = field(default_factory=list)
+    sources: list[list[int]] = field(default_factory=list)
+
+
+class Move(NamedTuple):
+    """`box` of tensor number `tensor` goes from rank `source` to rank `target`; a local copy if they are the same."""
+
+    source: int
+    target: int
+    tensor: int
+    box: Box
+
+
+@dataclass
+class BucketProgram:
+    """What one rank does for the tensors of one bucket. Lists of (tensor number, box), in the plan's order, so that the
+    two ends of a message agree on its content without a header."""
+
+    tensors: range
+    needed: dict[int, Box] = field(default_factory=dict)
+    local: list[tuple[int, Box]] = field(default_factory=list)
+    receive: dict[int, list[tuple[int, Box]]] = field(default_factory=dict)
+    send: dict[int, list[tuple[int, Box]]] = field(default_factory=dict)
+
+
+@dataclass
+class Traffic:
+    """Bytes by rank: received from and sent to other ranks, of these received from other nodes, and copied locally."""
+
+    received: list[int]
+    received_across_nodes: list[int]
+    sent: list[int]
+    local: list[int]
+
+
+@dataclass
+class Plan:
+    tensors: list[Tensor]
+    atoms: list[Atom]
+    classes: list[Class]
+    buckets: list[range]
+    world: int
+    ranks_per_node: int
+    target: Target
+
+    def moves(self) -> Iterator[Move]:
+        """Every move, local ones included. Meant for small plans."""
+        for atom in self.atoms:
+            group = self.classes[atom.group]
+            for target, source in zip(group.needers, group.sources[atom.part]):
+                yield Move(source, target, atom.tensor, atom.box)
+
+    def traffic(self) -> Traffic:
+        n, node = self.world, self.ranks_per_node
+        t = Traffic([0] * n, [0] * n, [0] * n, [0] * n)
+        for group in self.classes:
+            for size, sources in zip(group.part_bytes, group.sources):
+                for target, source in zip(group.needers, sources):
+                    if target == source:
+                        t.local[target] += size
+                    else:
+                        t.received[target] += size
+                        t.sent[source] += size
+                        if target // node != source // node:
+                            t.received_across_nodes[target] += size
+        return t
+
+    def num_moves(self) -> int:
+        """Number of moves, local ones included."""
+        return sum(len(self.classes[atom.group].needers) for atom in self.atoms)
+
+    def program(self, rank: int) -> list[BucketProgram]:
+        """The part of one rank, bucket by bucket."""
+        # For each class and part in which this rank plays a role: where it gets it from, and whom it serves.
+        position: dict[int, int | None] = {}
+        role: list[list[tuple[int | None, list[int]]]] = []
+        for group in self.classes:
+            key = id(group.needers)
+            if key not in position:
+                position[key] = group.needers.index(rank) if rank in group.needers else None
+            at, holds = position[key], rank in group.holders
+            role.append(
+                [
+                    (
+                        None if at is None else sources[at],
+                        [t for t, s in zip(group.needers, sources) if s == rank and t != rank] if holds else [],
+                    )
+                    for sources in group.sources
+                ]
+            )
+        programs = [BucketProgram(tensors) for tensors in self.buckets]
+        current = iter(programs)
+        program = next(current, None)
+        for atom in self.atoms:
+            while program is not None and atom.tensor >= program.tensors.stop:
+                program = next(current, None)
+            assert program is not None
+            source, targets = role[atom.group][atom.part]
+            item = (atom.tensor, atom.box)
+            if source == rank:
+                program.local.append(item)
+            elif source is not None:
+                program.receive.setdefault(source, []).append(item)
+            for target in targets:
+                program.send.setdefault(target, []).append(item)
+        for program in programs:
+            for i in program.tensors:
+                for need in self.target.needs(self.tensors[i]):
+                    if rank in _members(need.ranks):
+                        program.needed[i] = need.box
+        return programs
+
+
+_SETS: dict[int, tuple[Ranks, frozenset[int]]] = {}
+
+
+def _members(ranks: Ranks) -> frozenset[int]:
+    """The ranks as a set; remembered, since the same tuple is asked for very often."""
+    known = _SETS.get(id(ranks))
+    if known is None or known[0] is not ranks:
+        if len(_SETS) > 4096:
+            _SETS.clear()
+        known = _SETS[id(ranks)] = (ranks, frozenset(ranks))
+    return known[1]
+
+
+Cut = tuple[Box, tuple[int, ...], int]
+"""A box, the tensor-parallel ranks that hold it, and the number of the need it serves."""
+
+
+class _Cutter:
+    """Step 1: cuts of a tensor, computed once a rule, part and set of needs."""
+
+    def __init__(self, actor: ActorLayout) -> None:
+        self.actor = actor
+        self._held: dict[tuple[int, str], list[tuple[Box, tuple[int, ...]]]] = {}
+        self._cuts: dict[tuple[int, str, tuple[Box, ...]], list[Cut]] = {}
+
+    def held(self, tensor: Tensor) -> list[tuple[Box, tuple[int, ...]]]:
+        """Disjoint boxes that cover the tensor, each with the tensor-parallel ranks that hold it."""
+        p = tensor.parameter
+        key = (id(p.rule), tensor.part.name)
+        if key not in self._held:
+            size = self.actor.tp if p.expert is None else self.actor.etp
+            number = p.rule.parts.index(tensor.part)
+            found: dict[Box, list[int]] = defaultdict(list)
+            for rank in range(size):
+                try:
+                    for part, box, _ in p.rule.pieces(rank, size, self.actor.padded_vocab):
+                        if part == number:
+                            found[box].append(rank)
+                except ValueError as error:
+                    raise WeightSyncError(f"{p.name}: {error}") from None
+            _check_cover(tensor, whole(tensor.shape), list(found))
+            self._held[key] = [(box, tuple(ranks)) for box, ranks in found.items()]
+        return self._held[key]
+
+    def cuts(self, tensor: Tensor, needs: tuple[Need, ...]) -> list[Cut]:
+        boxes = tuple(need.box for need in needs)
+        key = (id(tensor.parameter.rule), tensor.part.name, boxes)
+        if key not in self._cuts:
+            cuts = [
+                (common, ranks, number)
+                for number, needed in enumerate(boxes)
+                for box, ranks in self.held(tensor)
+                if (common := intersect(box, needed)) is not None
+            ]
+            for number, needed in enumerate(boxes):
+                _check_cover(tensor, needed, [box for box, _, n in cuts if n == number])
+            self._cuts[key] = cuts
+        return self._cuts[key]
+
+
+def _check_cover(tensor: Tensor, outer: Box, boxes: list[Box]) -> None:
+    """The boxes, all inside `outer`, cover it exactly once."""
+    if sum(map(numel, boxes)) != numel(outer) or any(
+        intersect(a, b) is not None for i, a in enumerate(boxes) for b in boxes[:i]
+    ):
+        raise WeightSyncError(f"{tensor.name}: {boxes} do not cover {outer} exactly once")
+
+
+def make_plan(
+    layout: ModelLayout,
+    actor: ActorLayout,
+    target: Target,
+    itemsize: int,
+    bucket_bytes: int,
+    ranks_per_node: int = 8,
+) -> Plan:
+    """See the module's contract. `itemsize`: bytes an element of the model's weights."""
+    tensors = [
+        Tensor(p.hf_name(part), part.shape, 4 if part.float32 else itemsize, p, part)
+        for p in layout.parameters()
+        for part in p.rule.parts
+    ]
+    cutter, holders_of = _Cutter(actor), _Holders(layout, actor)
+    classes: list[Class] = []
+    index: dict[tuple[int, int], int] = {}
+    pending: list[tuple[int, Box, int]] = []
+    buckets = _Buckets(bucket_bytes, target.lanes)
+    for number, tensor in enumerate(tensors):
+        needs = target.needs(tensor)
+        p = tensor.parameter
+        buckets.add(number, tensor, needs, cutter.held(tensor), holders_of.stages(p), holders_of.expert_group(p))
+        for box, tp_ranks, need in cutter.cuts(tensor, needs):
+            holders, needers = holders_of(tensor.parameter, tp_ranks), needs[need].ranks
+            # Groups of ranks are shared objects, so their identity is a cheap key; equal groups under two
+            # identities only make two classes of one.
+            key = (id(holders), id(needers))
+            if key not in index:
+                index[key] = len(classes)
+                parts = min(MAX_PARTS, -(-len(holders) // len(needers)))
+                classes.append(Class(holders, needers, [0] * parts))
+            pending.append((number, box, index[key]))
+    atoms: list[Atom] = []
+    for number, box, c in pending:
+        sizes = classes[c].part_bytes
+        part = sizes.index(min(sizes)) if len(sizes) > 1 else 0
+        sizes[part] += numel(box) * tensors[number].itemsize
+        atoms.append(Atom(number, box, c, part))
+    _choose_sources(classes, actor.world, ranks_per_node)
+    return Plan(tensors, atoms, classes, buckets.finish(len(tensors)), actor.world, ranks_per_node, target)
+
+
+class _Holders:
+    """Ranks that hold what tensor-parallel ranks `tp_ranks` hold of a parameter, all replicas; shared tuples."""
+
+    def __init__(self, layout: ModelLayout, actor: ActorLayout) -> None:
+        self.layout, self.actor = layout, actor
+        self._known: dict[tuple[tuple[int, ...], int | None, tuple[int, ...]], Ranks] = {}
+
+    def stages(self, p: Parameter) -> tuple[int, ...]:
+        """Pipeline stages that hold the parameter."""
+        last = self.actor.pp - 1
+        if p.layer is not None:
+            return (self.actor.stage_of_layer[p.layer],)
+        if p.name != "embedding.word_embeddings.weight":
+            return (last,)
+        # Tied embeddings: the last stage has a copy of its own, kept equal by Megatron, as its output layer.
+        return (0, last) if self.layout.arch.tie_word_embeddings and last else (0,)
+
+    def expert_group(self, p: Parameter) -> int | None:
+        """Expert-parallel rank that holds the parameter; None if it is not an expert's."""
+        return None if p.expert is None else p.expert // (self.layout.arch.num_experts // self.actor.ep)
+
+    def __call__(self, p: Parameter, tp_ranks: tuple[int, ...]) -> Ranks:
+        stages, ep = self.stages(p), self.expert_group(p)
+        key = (stages, ep, tp_ranks)
+        if key not in self._known:
+            a = self.actor
+            self._known[key] = tuple(
+                sorted(
+                    rank
+                    for s in stages
+                    for t in tp_ranks
+                    for rank in (a.dense_holders(s, t) if ep is None else a.expert_holders(s, ep, t))
+                )
+            )
+        return self._known[key]
+
+
+def _choose_sources(classes: list[Class], world: int, ranks_per_node: int) -> None:
+    """Step 2, in place. Deterministic: ties go to the lowest rank."""
+    load = [0] * world
+    by_node: dict[int, dict[int, list[int]]] = {}
+    order = [(size, c, part) for c, group in enumerate(classes) for part, size in enumerate(group.part_bytes)]
+    for group in classes:
+        group.sources = [[] for _ in group.part_bytes]
+    for size, c, part in sorted(order, key=lambda item: (-item[0], item[1], item[2])):
+        group = classes[c]
+        holders = _members(group.holders)
+        if id(group.holders) not in by_node:
+            nodes: dict[int, list[int]] = defaultdict(list)
+            for rank in group.holders:
+                nodes[rank // ranks_per_node].append(rank)
+            by_node[id(group.holders)] = nodes
+        nodes = by_node[id(group.holders)]
+        sources = group.sources[part] = list(group.needers)
+        far: list[int] = []
+        for i, rank in enumerate(group.needers):
+            if rank in holders:
+                continue
+            near = nodes.get(rank // ranks_per_node)
+            if near is None:
+                far.append(i)
+                continue
+            source = near[0] if len(near) == 1 else min(near, key=lambda r: (load[r], r))
+            sources[i] = source
+            load[source] += size
+        if far:
+            heap = [(load[rank], rank) for rank in group.holders]
+            heapq.heapify(heap)
+            for i in far:
+                sent, source = heap[0]
+                sources[i] = source
+                heapq.heapreplace(heap, (sent + size, source))
+            for sent, source in heap:
+                load[source] = sent
+
+
+class _Buckets:
+    """Step 3. A bucket closes when the next tensor would make some rank receive or pack more than the limit."""
+
+    def __init__(self, limit: int, lanes: int) -> None:
+        self.limit, self.lanes = limit, lanes
+        self.done: list[range] = []
+        self.start = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.receive = [0] * self.lanes
+        self.pack: dict[tuple[int, int | None], int] = defaultdict(int)
+        self.largest_receive = self.largest_pack = 0
+
+    def add(
+        self,
+        number: int,
+        tensor: Tensor,
+        needs: tuple[Need, ...],
+        held: list[tuple[Box, tuple[int, ...]]],
+        stages: tuple[int, ...],
+        ep: int | None,
+    ) -> None:
+        shards: dict[int, int] = defaultdict(int)
+        for box, ranks in held:
+            for rank in ranks:
+                shards[rank] += numel(box) * tensor.itemsize
+        pack = max(shards.values(), default=0)
+        for _ in range(2):
+            packed = max(self.pack[s, None] + pack + (0 if ep is None else self.pack[s, ep]) for s in stages)
+            received = max(
+                (self.receive[x] + numel(n.box) * tensor.itemsize for n in needs for x in n.lanes), default=0
+            )
+            most = max(received, self.largest_receive) + max(packed, self.largest_pack)
+            if most <= self.limit or number == self.start:
+                break
+            self.done.append(range(self.start, number))
+            self.start = number
+            self._reset()
+        for need in needs:
+            for lane in need.lanes:
+                self.receive[lane] += numel(need.box) * tensor.itemsize
+        for s in stages:
+            self.pack[s, ep] += pack
+        self.largest_receive = max(received, self.largest_receive)
+        self.largest_pack = max(packed, self.largest_pack)
+
+    def finish(self, count: int) -> list[range]:
+        return [*self.done, range(self.start, count)] if count > self.start else self.done
+
+
+__all__ = [
+    "Atom",
+    "BucketProgram",
+    "Class",
+    "EngineTarget",
+    "Move",
+    "Need",
+    "Plan",
+    "Rule",
+    "Target",
+    "Tensor",
+    "Traffic",
+    "make_plan",
+]

@@ -1,0 +1,64 @@
+"""Small model descriptions of every family, and random ones."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from rhymemeg.arch import ModelArch
+
+BASE: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+}
+MOE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+
+
+def config(architecture: str, **changes: Any) -> dict[str, Any]:
+    experts = MOE if architecture == "Qwen3MoeForCausalLM" else {}
+    return {"architectures": [architecture], **BASE, **experts, **changes}
+
+
+def arch(architecture: str, **changes: Any) -> ModelArch:
+    return ModelArch.from_config(config(architecture, **changes))
+
+
+ARCHITECTURES = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"]
+
+
+@st.composite
+def random_arch(draw: st.DrawFn, tp: int = 1, etp: int = 1, ep: int = 1) -> ModelArch:
+    """A small model that these sizes divide."""
+    name = draw(st.sampled_from(ARCHITECTURES))
+    kv = draw(st.sampled_from([1, 2, 4, 8]))
+    heads = kv * draw(st.sampled_from([x for x in (1, 2, 3, 4, 8) if kv * x % tp == 0] or [tp]))
+    changes: dict[str, Any] = {
+        "vocab_size": draw(st.integers(1, 40)),
+        "hidden_size": 2 * draw(st.integers(1, 3)),
+        "num_hidden_layers": draw(st.integers(1, 4)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": 8 * draw(st.integers(1, 2)),
+        "intermediate_size": 8 * draw(st.integers(1, 2)),
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+    if name == "Qwen3MoeForCausalLM":
+        changes.update(
+            num_experts=ep * draw(st.integers(1, 3)),
+            num_experts_per_tok=1,
+            moe_intermediate_size=8 * draw(st.integers(1, 2)),
+            decoder_sparse_step=draw(st.sampled_from([1, 2])),
+        )
+    return arch(name, **changes)
