@@ -16,7 +16,7 @@ ValueError: bad arguments or token ids, prompt loaded twice. IndexError: slot no
     index.load(7, context=prompt[-8:], tokens=flat, lengths=lengths, weights=rewards)
     slot = index.open(7, context=prompt[-8:])
     index.append([slot], [0, 2], [15, 3])
-    tokens, offsets, matches, probabilities = index.draft([slot], [16])
+    tokens, offsets, matches, occurrences, probabilities = index.draft([slot], [16])
 """
 
 from collections.abc import Sequence
@@ -68,11 +68,11 @@ class DraftIndex:
         max_match: int = 64,
         max_occurrences: int = 64,
         min_path_probability: float = 0.0,
-    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
-        """Draft at most limits[i] tokens for slots[i]. Returns (tokens, offsets, matches, probabilities): row i's draft is
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
+        """Draft at most limits[i] tokens for slots[i]. Returns (tokens, offsets, matches, occurrences, probabilities): row i's draft is
         tokens[offsets[i]:offsets[i + 1]], empty where no suffix of at least `min_match` tokens occurs; matches[i] is the
         length of that suffix, at most `max_match` (occurrences that agree further are not preferred), 0 where empty.
-        At most `max_occurrences` vote, those with the longest common context first. probabilities[j] is the share of the
+        occurrences[i] of them vote, at most `max_occurrences`, those with the longest common context first. probabilities[j] is the share of the
         votes' count on the path up to token j; the draft stops before it falls under `min_path_probability`."""
 
     def close(self, slot: int) -> None:
@@ -92,6 +92,43 @@ class DraftIndex:
     @property
     def memory_bytes(self) -> int:
         """Bytes allocated for all of it, capacity included."""
+
+class AcceptanceModel:
+    """Acceptance of drafted tokens, learnt while running; the method is described in `policy` (goodput). Arrays as returned
+    by `DraftIndex.draft`. ValueError if their sizes do not agree. Not thread-safe."""
+
+    def __init__(self) -> None: ...
+    def start(self, slot: int, prompt_id: int) -> None:
+        """A request takes a slot: its record starts empty."""
+
+    def survival(
+        self, slots: _Ints, offsets: _Ints, matches: _Ints, occurrences: _Ints, probabilities: _Floats
+    ) -> NDArray[np.float64]:
+        """Probability that each proposed token and all before it in its row are accepted."""
+
+    def choose(
+        self,
+        slots: _Ints,
+        offsets: _Ints,
+        matches: _Ints,
+        occurrences: _Ints,
+        probabilities: _Floats,
+        *,
+        weights: _Floats,
+        base: float,
+        times: _Floats,
+        explore: int = 0,
+    ) -> NDArray[np.int64]:
+        """Length a row so that (base + sum of weights[row] * survival over the chosen tokens) / times[number of chosen tokens]
+        is largest. If that is no draft at all, the `explore` best tokens are chosen. Remembered until `observe`."""
+
+    def observe(self, slots: _Ints, drafted: _Ints, accepted: _Ints) -> None:
+        """What the engine verified of the last choice, a row a slot."""
+
+    @property
+    def trials(self) -> NDArray[np.float64]: ...
+    @property
+    def successes(self) -> NDArray[np.float64]: ...
 
 def pack(tokens: _Ints, bits: int, limit: int) -> bytes:
     """Pack token ids at `bits` bits each. ValueError naming the first id outside [0, limit)."""

@@ -94,10 +94,12 @@ class _Prompt:
 class Drafter:
     """See the module. `history` and `cost` may be shared with whoever fills and saves them."""
 
-    def __init__(self, options: DrafterOptions, history: HistoryBuffer | None, cost: CostModel) -> None:
+    def __init__(
+        self, options: DrafterOptions, history: HistoryBuffer | None, cost: CostModel, index: DraftIndex | None = None
+    ) -> None:
         check_branch_choice(options.branch)
         self.options, self.history, self.cost = options, history, cost
-        self.index = DraftIndex()
+        self.index = index or DraftIndex()
         self.policy: LengthPolicy = make_policy(options.policy, cost, options.max_draft)
         self.counters = Counters()
         self.enabled = True
@@ -173,8 +175,8 @@ class Drafter:
             if decode:
                 self._verify(rows, active, requests, decode, start / 1e9)
             self._propose(rows, active, requests, slots, drafts)
-        if len(decode) != len(rows.request_ids):
-            self._last = None  # prefill in this step: its time is not that of a decode step
+            queries = len(rows.request_ids) + sum(map(len, drafts))
+            self._last = (start / 1e9, len(rows.request_ids), queries)
         self.counters.draft_ns += time.perf_counter_ns() - start
         self.counters.draft_rows += len(active)
         return drafts
@@ -249,7 +251,9 @@ class Drafter:
         n = len(decode)
         plain, verify = self.cost.predict(n, [n, n + total])
         c.verify_cost += float(verify / plain)
-        if self._last is not None and self._last[1:] == (n, n + total):
+        # The time between two calls is that of the step between them, if it verified just what was drafted then and did
+        # no prefill beside it.
+        if self._last is not None and self._last[1:] == (n, n + total) and n == len(rows.request_ids):
             self.cost.observe(n, n + total, now - self._last[0])
 
     def _propose(
@@ -258,14 +262,14 @@ class Drafter:
         rooms = np.maximum(np.asarray([rows.rooms[row] for row in active], np.int64), 0)
         n = len(rows.request_ids)
         match = self.policy.match
-        flat, offsets, matches, probabilities = self.index.draft(
+        flat, offsets, matches, occurrences, probabilities = self.index.draft(
             slots,
             self.policy.limits(slots, rooms, n),
             min_match=match.min_match,
             max_match=match.max_match,
             min_path_probability=match.min_path_probability,
         )
-        chosen = self.policy.choose(slots, Proposals(offsets, matches, probabilities), n, self._budgets(requests, slots))
+        chosen = self.policy.choose(slots, Proposals(offsets, matches, occurrences, probabilities), n, self._budgets(requests, slots))
         found = matches > 0
         self.counters.proposals += int(found.sum())
         self.counters.match_tokens += int(matches.sum())
@@ -274,7 +278,6 @@ class Drafter:
             requests[i].drafted = length
             if length:
                 drafts[active[i]] = tokens[starts[i] : starts[i] + length]
-        self._last = (time.perf_counter(), n, n + int(chosen.sum()))
 
     def _budgets(self, requests: list[_Request], slots: NDArray[np.int32]) -> NDArray[np.float64] | None:
         if self.options.budget_power == 0:

@@ -17,8 +17,8 @@ goodput. The j-th token of a proposal is accepted with conditional probability a
 1 + sum over j <= n of S_j in expectation, S_j = a_1 ... a_j. T depends only on the total number of query tokens, and S falls
 along a proposal, so for any total the best choice is its largest S over all rows: sort all S once, and take the prefix that
 maximises (sum of w + sum of w S) / T(requests, requests + k). w favours requests with much left to generate (see `budget`).
-a_j comes from counts of accepted and rejected tokens by (length of the match, j, whether the occurrences agree), shifted in
-log-odds by this prompt's and this request's record.
+a_j comes from counts of accepted and rejected tokens by (length of the match, j, share of the occurrences that agree, their
+number), shifted in log-odds by this prompt's and this request's record (`AcceptanceModel`, C++).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from rhymemeg.errors import ConfigError
 from rhymemeg.histospec.cost_model import CostModel
+from rhymemeg.histospec.index import AcceptanceModel
 
 MAX_DRAFT = 127  # vLLM verifies at most 128 tokens a request
 
@@ -51,6 +52,7 @@ class Proposals:
 
     offsets: NDArray[np.int64]
     matches: NDArray[np.int32]
+    occurrences: NDArray[np.int32]
     probabilities: NDArray[np.float32]
 
     def lengths(self) -> NDArray[np.int64]:
@@ -158,7 +160,6 @@ class GoodputLength:
         self.acceptance = AcceptanceModel()
         self._step = 0
         self._longest = cap
-        self._last_drafted = 0
 
     def start(self, slot: int, prompt_id: int) -> None:
         self.acceptance.start(slot, prompt_id)
@@ -171,22 +172,25 @@ class GoodputLength:
         self, slots: NDArray[np.int32], proposals: Proposals, requests: int, weights: NDArray[np.float64] | None
     ) -> NDArray[np.int64]:
         self._step += 1
-        lengths = proposals.lengths()
-        chosen = np.zeros_like(lengths)
         # A plain step now and then: without its time the gain of any other is a guess.
-        explore = self._step % _PLAIN_EVERY == 0 or (self.cost.observations > 0 and self.cost.plain_steps_seen(requests) < 1)
-        if proposals.offsets[-1] > 0 and not explore:
-            row, survival = self.acceptance.predict(slots, proposals)
-            value = survival if weights is None else survival * weights[row]
-            order = np.argsort(-value, kind="stable")
-            base = float(requests) if weights is None else float(weights.sum()) + (requests - len(slots))
-            gain = base + np.concatenate([[0.0], np.cumsum(value[order])])
-            rate = gain / self.cost.predict(requests, requests + np.arange(len(gain)))
-            best = int(np.argmax(rate))
-            if best == 0 and self._step % _DRAFT_EVERY == 0:
-                best = min(len(order), requests)  # is it still true that drafts do not pay?
-            chosen = np.bincount(row[order[:best]], minlength=len(lengths))
-        self.acceptance.remember(slots, chosen)
+        plain = self._step % _PLAIN_EVERY == 0 or (
+            self.cost.observations > 0 and self.cost.plain_steps_seen(requests) < 1
+        )
+        total = 0 if plain else int(proposals.offsets[-1])
+        if total == 0:
+            return np.zeros(len(slots), np.int64)
+        values = np.ones(len(slots)) if weights is None else weights
+        chosen = self.acceptance.choose(
+            slots,
+            proposals.offsets,
+            proposals.matches,
+            proposals.occurrences,
+            proposals.probabilities,
+            weights=values,
+            base=float(values.sum()) + requests - len(slots),
+            times=self.cost.predict(requests, np.arange(requests, requests + total + 1)),
+            explore=requests if self._step % _DRAFT_EVERY == 0 else 0,  # is it still true that drafts do not pay?
+        )
         longest = int(chosen.max(initial=0))
         self._longest = max(longest, self._longest - 1) if longest < self._longest else min(self.cap, 2 * longest)
         return chosen
@@ -197,93 +201,6 @@ class GoodputLength:
 
 _PLAIN_EVERY = 256
 _DRAFT_EVERY = 64
-
-
-class AcceptanceModel:
-    """Probability that the j-th drafted token is accepted given that those before it were; learnt while running."""
-
-    _MATCH = np.digitize(np.arange(65), [1, 2, 3, 4, 6, 9, 16, 32]).astype(np.int64)  # length of match -> class 0..8
-    _PLACE = np.digitize(np.arange(1 + MAX_DRAFT), [1, 2, 3, 4, 5, 7, 9, 13, 17]).astype(np.int64)  # j -> class 0..9
-    _SHARE = np.array([0.35, 0.55, 0.8, 0.999])  # share of the occurrences that agree -> class 0..4
-    _KEPT = 1 << 15  # trials of a class after which older ones fade
-
-    def __init__(self) -> None:
-        match, place, share = 9, 10, 5
-        # Start: longer matches, later places (the draft has survived) and agreement raise the odds.
-        m, j, s = np.meshgrid(np.arange(match), np.arange(place), np.arange(share), indexing="ij")
-        start = _sigmoid(-0.9 + 0.3 * m + 0.1 * j + 0.35 * (s - 2))
-        self.trials = np.full(start.shape, 8.0).reshape(-1)
-        self.successes = (8.0 * start).reshape(-1)
-        self._shape = start.shape
-        self.request = BySlot(0.0)
-        self.prompt: dict[int, float] = {}
-        self._prompt_of: dict[int, int] = {}
-        self._memory: dict[int, tuple[NDArray[np.int64], NDArray[np.float64]]] = {}
-        self._predicted: tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]] | None = None
-
-    def start(self, slot: int, prompt_id: int) -> None:
-        self.request.reset(slot)
-        self._prompt_of[slot] = prompt_id
-        self._memory.pop(slot, None)
-
-    def predict(self, slots: NDArray[np.int32], proposals: Proposals) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """(row, survival) of every proposed token: which row it belongs to, and S_j."""
-        lengths = proposals.lengths()
-        row = np.repeat(np.arange(len(lengths)), lengths)
-        place = np.arange(len(row)) - proposals.offsets[row]  # from 0
-        path = proposals.probabilities.astype(np.float64)
-        before = np.concatenate([[1.0], path[:-1]])
-        before[place == 0] = 1.0
-        share = np.digitize(path / before, self._SHARE)
-        kind = (self._MATCH[proposals.matches[row]] * self._shape[1] + self._PLACE[place + 1]) * self._shape[2] + share
-        shift = self.request.values[slots] + np.array([self.prompt.get(self._prompt_of[s], 0.0) for s in slots.tolist()])
-        mean = self.successes[kind] / self.trials[kind]
-        accept = _sigmoid(np.log(mean / (1 - mean)) + shift[row])
-        total = np.cumsum(np.log(accept))
-        total = np.concatenate([[0.0], total])
-        survival = np.exp(total[1:] - total[proposals.offsets[row]])
-        self._predicted = (kind, accept, proposals.offsets)
-        return row, survival
-
-    def remember(self, slots: NDArray[np.int32], chosen: NDArray[np.int64]) -> None:
-        """Keep the predictions of what was chosen until it is verified."""
-        predicted, self._predicted = self._predicted, None
-        for i, slot in enumerate(slots.tolist()):
-            if predicted is not None and chosen[i]:
-                kind, accept, offsets = predicted
-                span = slice(offsets[i], offsets[i] + chosen[i])
-                self._memory[slot] = (kind[span], accept[span])
-            else:
-                self._memory.pop(slot, None)
-
-    def observe(self, slots: NDArray[np.int32], drafted: NDArray[np.int64], accepted: NDArray[np.int64]) -> None:
-        kinds: list[NDArray[np.int64]] = []
-        hits: list[NDArray[np.float64]] = []
-        for slot, n, k in zip(slots.tolist(), drafted.tolist(), accepted.tolist()):
-            remembered = self._memory.pop(slot, None)
-            if remembered is None or n == 0:
-                continue
-            kind, accept = remembered
-            tried = min(k + 1, n, len(kind))  # tokens after the first rejection say nothing
-            hit = np.zeros(tried)
-            hit[:k] = 1.0
-            kinds.append(kind[:tried])
-            hits.append(hit)
-            error = float(hit.sum() - accept[:tried].sum())
-            self.request.values[slot] = np.clip(0.98 * self.request.values[slot] + 0.15 * error, -2.0, 2.0)
-            prompt = self._prompt_of[slot]
-            self.prompt[prompt] = min(max(self.prompt.get(prompt, 0.0) + 0.03 * error, -1.5), 1.5)
-        if kinds:
-            kind, hit = np.concatenate(kinds), np.concatenate(hits)
-            np.add.at(self.trials, kind, 1.0)
-            np.add.at(self.successes, kind, hit * (1 - 1e-3) + 5e-4)  # never quite 0 or 1
-            full = self.trials > self._KEPT
-            self.trials[full] *= 0.5
-            self.successes[full] *= 0.5
-
-
-def _sigmoid(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    return 1 / (1 + np.exp(-x))
 
 
 def make_policy(name: str, cost: CostModel, max_draft: int = 32) -> LengthPolicy:

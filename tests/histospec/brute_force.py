@@ -48,11 +48,11 @@ class BruteForce:
         max_match: int = 64,
         max_occurrences: int = 64,
         min_path_probability: float = 0.0,
-    ) -> tuple[list[int], int, list[float]]:
-        """(tokens, match, probabilities) as `DraftIndex.draft` defines them for one row."""
+    ) -> tuple[list[int], int, list[float], int]:
+        """(tokens, match, probabilities, occurrences) as `DraftIndex.draft` defines them for one row."""
         text = self.documents[document].tokens
         if limit <= 0 or not text:
-            return [], 0, []
+            return [], 0, [], 0
         query = backwards(text, len(text))
         smaller: list[tuple[tuple[int, ...], int, int]] = []
         larger: list[tuple[tuple[int, ...], int, int]] = []
@@ -66,7 +66,7 @@ class BruteForce:
         near = [[(common(query, c), d, end) for c, d, end in side] for side in (smaller, larger)]
         match = min(max((side[0][0] for side in near if side), default=0), max_match)
         if match < min_match:
-            return [], 0, []
+            return [], 0, [], 0
         found: list[tuple[int, int]] = []
         while len(found) < max_occurrences:
             below, above = (side[0][0] if side else -1 for side in near)
@@ -74,7 +74,9 @@ class BruteForce:
                 break
             _, d, end = near[1 if above >= below else 0].pop(0)
             found.append((d, end))
-        return (*self._walk(found, limit, min_path_probability, match),)
+        votes = len(found)
+        tokens, match, probabilities = self._walk(found, limit, min_path_probability, match)
+        return tokens, match, probabilities, votes if tokens else 0
 
     def _walk(
         self, found: list[tuple[int, int]], limit: int, min_path_probability: float, match: int

@@ -76,12 +76,12 @@ def test_equals_exhaustive_search(data: st.DataObject) -> None:
         if options["max_match"] < min_match:
             options["max_match"] = min_match
         limits = [data.draw(st.integers(0, 20)) for _ in requests]
-        tokens, offsets, matches, probabilities = index.draft([slot for slot, _ in requests], limits, **options)
+        tokens, offsets, matches, occurrences, probabilities = index.draft([slot for slot, _ in requests], limits, **options)
         for row, (_, document) in enumerate(requests):
             span = slice(offsets[row], offsets[row + 1])
-            expected, match, path = reference.draft(document, limits[row], **options)
+            expected, match, path, votes = reference.draft(document, limits[row], **options)
             assert tokens[span].tolist() == expected
-            assert matches[row] == match
+            assert matches[row] == match and occurrences[row] == votes
             np.testing.assert_allclose(probabilities[span], path, rtol=1e-6)
 
 
@@ -111,7 +111,7 @@ def test_siblings_are_drafted_from_as_they_grow() -> None:
     index = DraftIndex()
     first, second = (index.open(PROMPT, context=[9]) for _ in range(2))
     index.append([first, second], [0, 4, 6], [1, 2, 3, 4, 1, 2])
-    tokens, offsets, matches, _ = index.draft([first, second], [8, 8])
+    tokens, offsets, matches, _, _ = index.draft([first, second], [8, 8])
     assert offsets.tolist() == [0, 0, 2] and tokens.tolist() == [3, 4] and matches.tolist() == [0, 3]
     index.append([first], [0, 1], [5])
     assert index.draft([second], [8])[0].tolist() == [3, 4, 5]

@@ -296,6 +296,7 @@ int ContextIndex::gather(const Query& query, const Place& place, const DraftOpti
 
 void ContextIndex::draft(std::uint32_t document, int limit, const DraftOptions& options, Draft& out) const {
   out.match = 0;
+  out.occurrences = 0;
   out.tokens.clear();
   out.probabilities.clear();
   const std::size_t length = documents_[document].tokens.size();
@@ -359,7 +360,10 @@ void ContextIndex::draft(std::uint32_t document, int limit, const DraftOptions& 
     }
     walkers.resize(kept);
   }
-  if (!out.tokens.empty()) out.match = match;
+  if (!out.tokens.empty()) {
+    out.match = match;
+    out.occurrences = static_cast<int>(found.size());
+  }
 }
 
 std::size_t ContextIndex::memory_bytes() const {

@@ -36,6 +36,7 @@ struct DraftOptions {
 
 struct Draft {
   int match = 0;                     // length of the suffix that the occurrences share with the query; 0: no draft
+  int occurrences = 0;               // how many voted
   std::vector<Token> tokens;         // the drafted continuation
   std::vector<float> probabilities;  // share of the occurrences on the path up to and including each token
 };

@@ -90,6 +90,7 @@ void DraftIndex::draft(const std::int32_t* slots, const std::int32_t* limits, st
   const std::lock_guard<std::mutex> lock(mutex_);
   out.offsets.assign(1, 0);
   out.matches.clear();
+  out.occurrences.clear();
   out.tokens.clear();
   out.probabilities.clear();
   Draft row;
@@ -99,6 +100,7 @@ void DraftIndex::draft(const std::int32_t* slots, const std::int32_t* limits, st
     out.tokens.insert(out.tokens.end(), row.tokens.begin(), row.tokens.end());
     out.probabilities.insert(out.probabilities.end(), row.probabilities.begin(), row.probabilities.end());
     out.matches.push_back(row.match);
+    out.occurrences.push_back(row.occurrences);
     out.offsets.push_back(static_cast<std::int64_t>(out.tokens.size()));
   }
 }

@@ -19,6 +19,7 @@ struct DraftBatch {
   std::vector<Token> tokens;          // drafts of all rows, one after another
   std::vector<std::int64_t> offsets;  // row i: tokens[offsets[i] : offsets[i + 1]]
   std::vector<std::int32_t> matches;  // per row
+  std::vector<std::int32_t> occurrences;  // per row
   std::vector<float> probabilities;   // per token
 };
 

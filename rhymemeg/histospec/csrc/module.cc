@@ -8,10 +8,12 @@
 #include <stdexcept>
 #include <string>
 
+#include "acceptance.h"
 #include "bit_pack.h"
 #include "draft_index.h"
 
 namespace py = pybind11;
+using rhymemeg::AcceptanceModel;
 using rhymemeg::DraftBatch;
 using rhymemeg::DraftIndex;
 using rhymemeg::DraftOptions;
@@ -87,7 +89,48 @@ py::tuple draft(const DraftIndex& self, const Array<std::int32_t>& slots, const 
     const py::gil_scoped_release release;
     self.draft(slots.data(), limits.data(), rows, options, batch);
   }
-  return py::make_tuple(copy_out(batch.tokens), copy_out(batch.offsets), copy_out(batch.matches), copy_out(batch.probabilities));
+  return py::make_tuple(copy_out(batch.tokens), copy_out(batch.offsets), copy_out(batch.matches), copy_out(batch.occurrences),
+                        copy_out(batch.probabilities));
+}
+
+// The arrays of one step's proposals, checked against each other.
+rhymemeg::ProposalView view(const Array<std::int32_t>& slots, const Array<std::int64_t>& offsets, const Array<std::int32_t>& matches,
+                            const Array<std::int32_t>& occurrences, const Array<float>& probabilities) {
+  const std::size_t rows = length_of(slots, "slots");
+  if (length_of(offsets, "offsets") != rows + 1 || length_of(matches, "matches") != rows || length_of(occurrences, "occurrences") != rows ||
+      static_cast<std::int64_t>(length_of(probabilities, "probabilities")) != offsets.data()[rows] || offsets.data()[0] != 0 ||
+      !std::is_sorted(offsets.data(), offsets.data() + rows + 1)) {
+    throw std::invalid_argument("proposals: array sizes do not agree");
+  }
+  return {slots.data(), offsets.data(), matches.data(), occurrences.data(), probabilities.data(), rows};
+}
+
+py::array_t<double> survival(AcceptanceModel& self, const Array<std::int32_t>& slots, const Array<std::int64_t>& offsets,
+                             const Array<std::int32_t>& matches, const Array<std::int32_t>& occurrences, const Array<float>& probabilities) {
+  std::vector<double> out;
+  self.survival(view(slots, offsets, matches, occurrences, probabilities), out);
+  return copy_out(out);
+}
+
+py::array_t<std::int64_t> choose(AcceptanceModel& self, const Array<std::int32_t>& slots, const Array<std::int64_t>& offsets,
+                                 const Array<std::int32_t>& matches, const Array<std::int32_t>& occurrences,
+                                 const Array<float>& probabilities, const Array<double>& weights, double base, const Array<double>& times,
+                                 std::size_t explore) {
+  const rhymemeg::ProposalView proposals = view(slots, offsets, matches, occurrences, probabilities);
+  if (length_of(weights, "weights") != proposals.rows || length_of(times, "times") != length_of(probabilities, "probabilities") + 1) {
+    throw std::invalid_argument("weights needs an entry a row, times one more than there are tokens");
+  }
+  py::array_t<std::int64_t> out(static_cast<py::ssize_t>(proposals.rows));
+  self.choose(proposals, weights.data(), base, times.data(), explore, out.mutable_data());
+  return out;
+}
+
+void observe(AcceptanceModel& self, const Array<std::int32_t>& slots, const Array<std::int64_t>& drafted, const Array<std::int64_t>& accepted) {
+  const std::size_t rows = length_of(slots, "slots");
+  if (length_of(drafted, "drafted") != rows || length_of(accepted, "accepted") != rows) {
+    throw std::invalid_argument("slots, drafted and accepted differ in size");
+  }
+  self.observe(slots.data(), drafted.data(), accepted.data(), rows);
 }
 
 void check_bits(int bits) {
@@ -140,6 +183,15 @@ PYBIND11_MODULE(_index, m) {
       .def_property_readonly("num_open", &DraftIndex::num_open)
       .def_property_readonly("num_tokens", &DraftIndex::num_tokens)
       .def_property_readonly("memory_bytes", &DraftIndex::memory_bytes);
+  py::class_<AcceptanceModel>(m, "AcceptanceModel")
+      .def(py::init<>())
+      .def("start", &AcceptanceModel::start, py::arg("slot"), py::arg("prompt_id"))
+      .def("survival", &survival, py::arg("slots"), py::arg("offsets"), py::arg("matches"), py::arg("occurrences"), py::arg("probabilities"))
+      .def("choose", &choose, py::arg("slots"), py::arg("offsets"), py::arg("matches"), py::arg("occurrences"), py::arg("probabilities"),
+           py::kw_only(), py::arg("weights"), py::arg("base"), py::arg("times"), py::arg("explore") = 0)
+      .def("observe", &observe, py::arg("slots"), py::arg("drafted"), py::arg("accepted"))
+      .def_property_readonly("trials", [](const AcceptanceModel& self) { return copy_out(self.trials()); })
+      .def_property_readonly("successes", [](const AcceptanceModel& self) { return copy_out(self.successes()); });
   m.def("pack", &pack, py::arg("tokens"), py::arg("bits"), py::arg("limit"));
   m.def("unpack", &unpack, py::arg("packed"), py::arg("n"), py::arg("bits"));
   m.attr("MAX_CONTEXT") = rhymemeg::ContextIndex::kMaxContext;
