@@ -1,0 +1,334 @@
+"""Every name of vLLM that may change with its version, in one place. Written for vLLM 0.32, the same on CPU and GPU.
+
+`prepare_environment` must run before vLLM is imported, which takes many seconds and happens inside the functions here.
+`VllmEngine` is vLLM's engine in this process, reduced to what the rollout needs: requests go straight into the engine
+core and its outputs come straight out. vLLM's own front end (tokenizer, detokenizer, a RequestOutput a token) is not
+used; only its checks of a new request are.
+
+All ranks of a tensor-parallel engine must make the same calls in the same order: each has its own scheduler, and only
+the model's collectives connect them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rhymemeg.errors import ConfigError, RolloutError
+from rhymemeg.rollout.spec import EngineSpec, SamplingOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SUPPORTED = ("0.32",)
+# The CPU builds whose rejection sampling is replaced by `rollout.plugin`.
+FAULTY_CPU_SAMPLING = ("0.32", "0.33")
+
+
+# ---------------------------------------------------------------------------------------------------------- environment
+
+
+def prepare_environment(device_type: str) -> None:
+    """Set what vLLM reads from the environment; before its import. What the user has set stays, except what the
+    in-process engine cannot do without."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # A variable of this name would override the size that each engine asks for, and only takes whole GiB.
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    if device_type == "cpu":
+        # Its warnings on CPU are about libraries that could be preloaded, about sleep mode, about Triton.
+        defaults["VLLM_LOGGING_LEVEL"] = "ERROR"
+        # Several ranks share the cores: vLLM must not pin each of them to all.
+        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def version() -> str:
+    """Version of the installed vLLM; RolloutError if there is none."""
+    try:
+        import vllm
+    except ImportError as error:
+        raise RolloutError(f"vLLM cannot be imported: {error}") from error
+    return str(vllm.__version__)
+
+
+def _is_version(known: Sequence[str]) -> bool:
+    return ".".join(version().split("+")[0].split(".")[:2]) in known
+
+
+def check_version() -> None:
+    """Refuse a vLLM that this module was not written for."""
+    if not _is_version(SUPPORTED):
+        raise RolloutError(f"vLLM {version()} is installed; this program works with {', '.join(SUPPORTED)}")
+
+
+@contextmanager
+def _confined() -> Iterator[None]:
+    """vLLM's CPU worker changes the process it runs in: the environment that child processes inherit, and
+    torch.set_num_threads, which it disables. The trainer lives in the same process, so both are put back."""
+    import torch
+
+    names = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "NUMEXPR_MAX_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    set_num_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+# ---------------------------------------------------------------------------------------- replacements (rollout.plugin)
+
+
+def has_faulty_cpu_sampling() -> bool:
+    """Whether this is a CPU build of a version whose fallbacks need replacing."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu()) and _is_version(FAULTY_CPU_SAMPLING)
+
+
+def replace_cpu_sampling(
+    expand: Callable[..., None], random_sample: Callable[..., None], sample_recovered: Callable[..., None]
+) -> None:
+    """Put the functions of `rollout.plugin` where vLLM looks for its CPU kernels. They take effect when a worker
+    starts, or at once where one has started; vLLM passes its kernels' arguments by position, in the order unpacked
+    below."""
+    from vllm.triton_utils import dispatcher
+    from vllm.utils import cpu_triton_utils as kernels
+
+    if getattr(kernels, "_rhymemeg", False):
+        return
+    own_random = kernels._rejection_random_sample_kernel_impl
+    own_recovered = kernels._sample_recovered_tokens_kernel_impl
+
+    def expand_kernel(*args: Any) -> None:
+        expand(*args[:5])
+
+    def random_kernel(*args: Any) -> None:
+        output, cu_num_draft, draft, draft_probs, target_probs, bonus, recovered, uniform, is_greedy, *rest = args
+        if draft_probs is None and not rest[-1]:  # the last one is SYNTHETIC_MODE
+            random_sample(output, cu_num_draft, draft, target_probs, bonus, recovered, uniform, is_greedy)
+        else:
+            own_random(*args)
+
+    def recovered_kernel(*args: Any) -> None:
+        output, cu_num_draft, draft, draft_probs, target_probs, inv_q, *_ = args
+        if draft_probs is None:
+            sample_recovered(output, cu_num_draft, draft, target_probs, inv_q)
+        else:
+            own_recovered(*args)
+
+    kernels._expand_kernel_impl = expand_kernel
+    kernels._rejection_random_sample_kernel_impl = random_kernel
+    kernels._sample_recovered_tokens_kernel_impl = recovered_kernel
+    kernels._rhymemeg = True
+    sampler = "vllm.v1.sample.rejection_sampler."
+    if sampler + "expand_kernel" in dispatcher._registry:
+        names = {
+            "expand_kernel": expand_kernel,
+            "rejection_random_sample_kernel": random_kernel,
+            "sample_recovered_tokens_kernel": recovered_kernel,
+        }
+        dispatcher.register_kernels({sampler + name: function for name, function in names.items()})
+
+
+def replace_cpu_shared_memory_name(unique: Callable[[str], str]) -> None:
+    """Pass the names of the shared memory of tensor-parallel ranks through `unique`."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    own = _CPUSHMDistributed.make_group_name
+    if getattr(own, "_rhymemeg", False):
+        return
+
+    def make_group_name(communicator: Any) -> str:
+        return unique(own(communicator))
+
+    make_group_name._rhymemeg = True  # type: ignore[attr-defined]
+    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+
+
+# --------------------------------------------------------------------------------------------------------------- engine
+
+
+class Output(NamedTuple):
+    """What one request got in one step. `finish` is None, "stop", "length", "abort", "error" or "repetition"."""
+
+    request_id: str
+    token_ids: list[int]
+    log_probs: list[float]
+    finish: str | None
+    prompt_log_probs: list[float] | None
+
+
+class VllmEngine:
+    """See the module. Raises RolloutError where vLLM refuses to start."""
+
+    def __init__(self, spec: EngineSpec, rank: int, local_rank: int, world_size: int) -> None:
+        prepare_environment(spec.device_type)
+        check_version()
+        for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", world_size)):
+            os.environ.setdefault(name, str(value))
+        from vllm import SamplingParams
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from rhymemeg.rollout import plugin
+
+        plugin.register()
+        self._params_type, self._tokens_input = SamplingParams, tokens_input
+        try:
+            with _confined():
+                self._llm = LLMEngine.from_engine_args(EngineArgs(**_engine_args(spec)))
+        except ValueError as error:
+            text = " ".join(str(error).split())
+            option = "--vllm-kv-cache-memory-gib" if spec.device_type == "cpu" else "--vllm-gpu-memory-utilization"
+            if "KV cache" in text or "kv cache" in text or "cache blocks" in text or "memory" in text:
+                raise RolloutError(f"the engine has too little memory for its KV cache ({option}): {text}") from error
+            raise ConfigError(f"vLLM refuses the engine: {text}") from error
+        self._client = self._llm.engine_core
+        self._core = self._client.engine_core
+        self._tasks = self._llm.get_supported_tasks()
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    def add(
+        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingOptions, max_tokens: int, seed: int,
+        stop_token_ids: Sequence[int] = (), prompt_log_probs: bool = False,
+    ) -> None:  # fmt: skip
+        """Queue a request. Raises ValueError (vLLM's own words) if it is refused."""
+        params = self._params_type(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=max_tokens,
+            seed=seed,
+            stop_token_ids=list(stop_token_ids),
+            # End-of-sequence tokens are among stop_token_ids, whichever file of the model names them.
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            prompt_logprobs=0 if prompt_log_probs else None,
+        )
+        prompt = self._tokens_input(list(prompt_ids))
+        self._client.add_request(self._llm.input_processor.process_inputs(request_id, prompt, params, self._tasks))
+
+    def step(self) -> list[Output]:
+        """One step of the engine: nothing, if it has no requests."""
+        outputs = []
+        for out in self._client.get_output().outputs:
+            logprobs, prompt = out.new_logprobs, out.new_prompt_logprobs_tensors
+            outputs.append(
+                Output(
+                    out.request_id,
+                    out.new_token_ids,
+                    [] if logprobs is None else logprobs.logprobs[:, 0].tolist(),
+                    None if out.finish_reason is None else str(out.finish_reason),
+                    None if prompt is None else prompt.logprobs[:, 0].tolist(),
+                )
+            )
+        return outputs
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Forget requests at once."""
+        self._client.abort_requests(list(request_ids))
+
+    def request_counts(self) -> tuple[int, int]:
+        """Requests running and waiting."""
+        running, waiting = self._core.scheduler.get_request_counts()
+        return int(running), int(waiting)
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the KV cache in use."""
+        return float(self._core.scheduler.get_kv_cache_usage())
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        cache = self._llm.vllm_config.cache_config
+        return int(cache.num_gpu_blocks) * int(cache.block_size)
+
+    # ------------------------------------------------------------------------------------------ weights, memory, worker
+
+    @property
+    def worker(self) -> Any:
+        """vLLM's worker object of this rank (with the worker extension mixed in)."""
+        return self._llm.model_executor.driver_worker.worker
+
+    @property
+    def model_runner(self) -> Any:
+        """vLLM's model runner of this rank."""
+        return self.worker.model_runner
+
+    @property
+    def model(self) -> Any:
+        """The torch module of this rank."""
+        return self.model_runner.get_model()
+
+    def reload_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights by the tensors of a Hugging Face checkpoint, then drop what the old ones computed. A
+        tensor is kept until its layer is complete, so a buffer must not be used again before this returns."""
+        self.worker.reload_weights(weights_iterator=iter(weights))
+        if not self._llm.reset_prefix_cache():
+            raise RolloutError("the prefix cache could not be reset after a weight update: requests still hold blocks")
+
+    def sleep(self, level: int) -> None:
+        """Free memory: level 1 keeps the weights in host memory, level 2 drops them."""
+        self._llm.sleep(level)
+
+    def wake(self, tags: Sequence[str] | None) -> None:
+        """Take memory back: "weights", "kv_cache" or (None) both."""
+        self._llm.wake_up(None if tags is None else list(tags))
+
+    def close(self) -> None:
+        """Free the engine's memory and its process groups; torch.distributed itself stays."""
+        from vllm.distributed.parallel_state import destroy_model_parallel
+
+        self._client.shutdown()
+        destroy_model_parallel()
+        del self._core, self._client, self._llm
+        gc.collect()
+
+
+def _engine_args(spec: EngineSpec) -> dict[str, Any]:
+    """Arguments of vLLM's engine."""
+    args: dict[str, Any] = {
+        "model": spec.model,
+        "skip_tokenizer_init": True,
+        "dtype": spec.dtype,
+        "seed": spec.seed,
+        "load_format": spec.load_format,
+        # Nothing of the model's generation_config.json: sampling is what the run's options say.
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": spec.max_num_seqs,
+        "max_num_batched_tokens": spec.max_num_batched_tokens,
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "distributed_executor_backend": "external_launcher",
+        "enforce_eager": spec.enforce_eager,
+        "enable_prefix_caching": spec.enable_prefix_caching,
+        "enable_sleep_mode": spec.enable_sleep_mode,
+        "enable_expert_parallel": spec.enable_expert_parallel,
+        "gpu_memory_utilization": spec.gpu_memory_utilization,
+        "kv_cache_memory_bytes": spec.kv_cache_memory,
+        "block_size": spec.block_size,
+        # What a step returns must be decided on before the next is scheduled (pausing, stealing, drafting).
+        "async_scheduling": False,
+        "disable_log_stats": True,
+    }
+    if spec.speculative is not None:
+        args["speculative_config"] = dict(spec.speculative)
+    if spec.worker_extension:
+        args["worker_extension_cls"] = spec.worker_extension
+    return args
