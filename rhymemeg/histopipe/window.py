@@ -1,0 +1,262 @@
+"""What engines decide between two of their steps. Pure: no clocks, no communication; whoever executes it brings both.
+
+One window, seen from one engine (`EngineLedger`):
+
+    resume   responses with tokens first, then new ones in plan order, then (if allowed) early ones of the next step
+    count    publish `Counts`; all three numbers of this step only ever fall, so sums of old readings are never too low
+    close    as soon as the summed counts pass `may_close`, whoever sees it first says so, once; everybody stops at its
+             next poll, and what still runs is paused with its tokens (`EngineLedger.close`)
+    steal    an engine with free slots and an empty queue asks the one with the longest queue (`choose_victim`); the asked
+             one gives the end of its queue (`grant`) and goes on counting those until the thief has them (`acknowledge`)
+    migrate  `paper` only: a running response that outgrew its ranking group moves on (`outliers`)
+
+Staleness. A response that started in this window may be carried into the next and must end there; one that was resumed
+must end in this window, which therefore waits for it. So a response spans at most two windows, and a window leaves at
+most `max_unfinished` samples unfinished, each started in it. With max_unfinished = 0 and nothing early this is the
+strict barrier. Nothing here looks at tokens or rewards: who is carried depends only on being late.
+
+All ranks of one engine hold the same ledger and apply the same calls at the same engine step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from rhymemeg.errors import RolloutError
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Counts(NamedTuple):
+    """Samples of this step on one engine, or on all of them.
+
+    unfinished  not complete yet: running, waiting, or promised to a thief that has not confirmed
+    due         those of them that may not be carried, because they had tokens before the window
+    waiting     those of them that have no tokens from this window yet and are not running
+    """
+
+    unfinished: int
+    due: int
+    waiting: int
+
+    def __add__(self, other: object) -> Counts:
+        if not isinstance(other, Counts):
+            return NotImplemented
+        return Counts(self.unfinished + other.unfinished, self.due + other.due, self.waiting + other.waiting)
+
+
+def total(counts: Iterable[Counts]) -> Counts:
+    """Sum over engines."""
+    result = Counts(0, 0, 0)
+    for one in counts:
+        result = result + one
+    return result
+
+
+def may_close(counts: Counts, max_unfinished: int) -> bool:
+    """The window may close: everything due is complete, everything has started, and few enough are still running."""
+    return counts.due == 0 and counts.waiting == 0 and counts.unfinished <= max_unfinished
+
+
+def choose_victim(backlog: npt.NDArray[np.int64], thief: int) -> tuple[int, int] | None:
+    """Whom an engine asks for work, and for how many requests. `backlog` [E]: published `EngineLedger.backlog`. Half the
+    difference to the longest (the first of several), so that work only moves from a longer queue to a shorter one; None
+    where no queue is longer."""
+    victim = int(np.argmax(backlog))
+    number = (int(backlog[victim]) - int(backlog[thief]) + 1) // 2
+    return (victim, number) if number > 0 else None
+
+
+def missing(last_heard: Mapping[int, float], now: float, timeout: float) -> list[int]:
+    """Engines that have been silent for longer than `timeout` seconds, ascending: the names for the error message."""
+    return sorted(engine for engine, heard in last_heard.items() if now - heard > timeout)
+
+
+def check_alive(last_heard: Mapping[int, float], now: float, timeout: float, waiting_for: str) -> None:
+    """RolloutError naming the silent engines, if there are any."""
+    silent = missing(last_heard, now, timeout)
+    if silent:
+        names = ", ".join(map(str, silent[:16])) + (f" and {len(silent) - 16} more" if len(silent) > 16 else "")
+        raise RolloutError(f"{waiting_for}: no word from engine(s) {names} for {timeout:g} s")
+
+
+@dataclass(frozen=True)
+class Paused(Generic[Key]):
+    """What an engine holds when the window closes. `carried` belong to this step, `early` to the next one; both have
+    tokens, are trained with the next step and resume first. Early samples that were never started are simply forgotten:
+    the next plan contains them."""
+
+    carried: tuple[Key, ...]
+    early: tuple[Key, ...]
+
+
+class EngineLedger(Generic[Key]):
+    """The requests of one engine in one window.
+
+    resumed  keys that had tokens before the window, in start order
+    queue    new keys of this step, in start order
+    early    keys of the next step, in start order. They start when the engine runs nothing of this step any more, or,
+             with `early_in_free_slots`, as soon as a slot is free and nothing of this step waits.
+    """
+
+    def __init__(
+        self,
+        engine: int,
+        slots: int,
+        resumed: Iterable[Key],
+        queue: Iterable[Key],
+        early: Iterable[Key] = (),
+        early_in_free_slots: bool = False,
+    ) -> None:
+        self.engine, self.slots = engine, slots
+        self._early_in_free_slots = early_in_free_slots
+        self._resumed, self._queue, self._early = deque(resumed), deque(queue), deque(early)
+        self._due: set[Key] = set(self._resumed)
+        self._running: dict[Key, None] = {}  # insertion order: the order of starting
+        self._running_early: dict[Key, None] = {}
+        self._granted: dict[int, tuple[Key, ...]] = {}
+        self.closed = False
+
+    @property
+    def free(self) -> int:
+        """Slots without a request."""
+        return self.slots - len(self._running) - len(self._running_early)
+
+    @property
+    def running(self) -> int:
+        return len(self._running) + len(self._running_early)
+
+    @property
+    def waiting(self) -> int:
+        """Requests of this step that could start here; not those promised to a thief."""
+        return len(self._resumed) + len(self._queue)
+
+    @property
+    def backlog(self) -> int:
+        """New requests beyond what the free slots are about to take: what others may steal."""
+        return min(len(self._queue), max(0, self.waiting - max(self.free, 0)))
+
+    def counts(self) -> Counts:
+        """What this engine publishes."""
+        promised = sum(map(len, self._granted.values()))
+        waiting = self.waiting + promised
+        return Counts(waiting + len(self._running), len(self._due), waiting)
+
+    # ----------------------------------------------------------------------------------------------------------- run
+
+    def start(self) -> Key | None:
+        """The next request to start, now counted as running; None without a free slot or anything to start."""
+        if self.closed or self.free <= 0:
+            return None
+        if self._resumed:
+            key = self._resumed.popleft()
+        elif self._queue:
+            key = self._queue.popleft()
+        elif self._early and (self._early_in_free_slots or not self._running):
+            key = self._early.popleft()
+            self._running_early[key] = None
+            return key
+        else:
+            return None
+        self._running[key] = None
+        return key
+
+    def finish(self, key: Key) -> bool:
+        """A running request is complete; True if it is of this step, False if of the next. KeyError if it is not running."""
+        if key in self._running_early:
+            del self._running_early[key]
+            return False
+        del self._running[key]
+        self._due.discard(key)
+        return True
+
+    # --------------------------------------------------------------------------------------------------------- steal
+
+    def wants_work(self) -> bool:
+        """Free slots and nothing of this step left to start."""
+        return not self.closed and self.free > 0 and self.waiting == 0
+
+    def grant(self, thief: int, number: int) -> tuple[Key, ...]:
+        """Promise the last `number` queued requests (those that would start last) to `thief`. They stay in this engine's
+        counts until `acknowledge`. Never what its own free slots can
+        take at once. Empty where there is nothing (left) to give, or the window is closed."""
+        if self.closed or thief in self._granted or thief == self.engine:
+            return ()
+        keys = tuple(self._queue.pop() for _ in range(min(number, self.backlog)))[::-1]
+        if keys:
+            self._granted[thief] = keys
+        return keys
+
+    def acknowledge(self, thief: int) -> None:
+        """The thief has published counts that contain what it was promised."""
+        del self._granted[thief]
+
+    def accept(self, keys: Iterable[Key], early: bool = False) -> None:
+        """Queue what was granted by another engine or pulled from the shared queue (`early`: of the next step)."""
+        (self._early if early else self._queue).extend(keys)
+
+    # ------------------------------------------------------------------------------------------------------- migrate
+
+    def release(self, key: Key) -> None:
+        """A running request leaves for another engine (`adopt` there) or, if it may be carried, for the next window."""
+        if key in self._running_early:
+            del self._running_early[key]
+            return
+        del self._running[key]
+        self._due.discard(key)
+
+    def adopt(self, key: Key, due: bool) -> None:
+        """Queue a request with tokens that comes from another engine, before everything new."""
+        self._resumed.append(key)
+        if due:
+            self._due.add(key)
+
+    def is_due(self, key: Key) -> bool:
+        """Must end in this window."""
+        return key in self._due
+
+    # --------------------------------------------------------------------------------------------------------- close
+
+    def close(self) -> Paused[Key]:
+        """Stop. RolloutError if something is left that may not be carried: the window was closed against its rules."""
+        if self.waiting or self._granted or self._due:
+            raise RolloutError(
+                f"engine {self.engine}: the window was closed with {self.counts().waiting} requests not started and "
+                f"{len(self._due)} that may not be carried"
+            )
+        self.closed = True
+        paused = Paused(tuple(self._running), tuple(self._running_early))
+        self._running.clear()
+        self._running_early.clear()
+        self._early.clear()
+        return paused
+
+
+# --------------------------------------------------------------------------------------------------- outliers (paper)
+
+ALPHA = 0.1
+"""A group's last responses: this share of it."""
+MIN_BETA = 1.1
+
+
+def beta(last_epoch: Sequence[float], epoch_before: Sequence[float]) -> float:
+    """75th percentile of the growth of the prompts' mean lengths over the last two epochs, at least 1.1."""
+    growth = sorted(b / a for a, b in zip(epoch_before, last_epoch) if a > 0 and b > 0)
+    if not growth:
+        return MIN_BETA
+    position = 0.75 * (len(growth) - 1)
+    low = int(position)
+    high = min(low + 1, len(growth) - 1)
+    return max(MIN_BETA, growth[low] + (position - low) * (growth[high] - growth[low]))
+
+
+def is_outlier(tokens: int, unfinished: int, group_size: int, group_longest: float, growth: float) -> bool:
+    """The paper's two conditions: among the last 10 % unfinished of its ranking group, and longer than `growth` (beta)
+    times the longest response that the group's prompts had last epoch."""
+    return unfinished <= ALPHA * group_size and tokens > growth * group_longest
