@@ -6,12 +6,13 @@
     actor.train_step(micro_batches, loss_fn, temperature)             # one optimizer step -> metrics
     actor.save_checkpoint(path, extra_state); actor.load_checkpoint(path)
 
-Every method is called by all ranks. Micro-batches are those of this rank's data-parallel index (the same on all its tensor,
-pipeline and context ranks); their number is the same on all data-parallel ranks, their shapes need not be.
+Every method is called by all ranks. Micro-batches are those of this rank's data-parallel index (the same on all its
+tensor, pipeline and context ranks); their number is the same on all data-parallel ranks, their shapes need not be.
 
-`loss_fn(log_probs [b, s], entropy [b, s] or None, micro_batch) -> (loss, metrics)` returns scalars that are *sums*: the step
-minimises the total of `loss` over all micro-batches and data-parallel ranks, whatever their number, and metrics are added
-up likewise. If `loss_fn.needs_entropy` is False, it gets None for the entropy. On a pipeline, only the last stage calls it.
+`loss_fn(log_probs [b, s], entropy [b, s] or None, micro_batch) -> (loss, metrics)` returns scalars that are *sums*:
+the step minimises the total of `loss` over all micro-batches and data-parallel ranks, whatever their number, and
+metrics are added up likewise. If `loss_fn.needs_entropy` is False, it gets None for the entropy. On a pipeline, only
+the last stage calls it.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ LossFunction = Callable[[Tensor, Tensor | None, MicroBatch], tuple[Tensor, dict[
 
 @dataclass
 class _Work:
-    """A micro-batch as it goes through the pipeline: `tokens` and `labels` are padded and, under context parallelism, this
-    rank's part. `source` is None for a filler that only completes the schedule."""
+    """A micro-batch as it goes through the pipeline: `tokens` and `labels` are padded and, under context parallelism,
+    this rank's part. `source` is None for a filler that only completes the schedule."""
 
     index: int
     source: MicroBatch | None
@@ -67,13 +68,13 @@ class Actor:
         self.updates = 0
         self._updates_per_step = config.algorithm.ppo_epochs * config.algorithm.num_minibatches
         check_schedule(config.optimizer, config.run.train_iters)
-        self.chunks = build_model(arch, config.model, config.parallel, runtime)
+        self.chunks: list[torch.nn.Module] = list(build_model(arch, config.model, config.parallel, runtime))
         self._is_last_stage = runtime.pp_rank == runtime.pp_size - 1
-        self._model_config = self.chunks[0].config
+        self._model_config: Any = self.chunks[0].config
         with megatron_calls():
             self._ddp = self._wrap()
             self.optimizer = self._make_optimizer()
-        c = self._model_config
+        c: Any = self._model_config
         c.finalize_model_grads_func = _finalize
         if config.parallel.overlap_grad_reduce:
             hooks = [(ddp.no_sync, ddp.start_grad_sync) for ddp in self._ddp]
@@ -131,8 +132,8 @@ class Actor:
     # ------------------------------------------------------------------------------------------------- forward passes
 
     def log_probs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
-        """log softmax(logits / temperature)[label], fp32 [b, s] for each micro-batch, on all ranks of this data-parallel
-        index. Values at padding mean nothing. No gradient."""
+        """log softmax(logits / temperature)[label], fp32 [b, s] for each micro-batch, on all ranks of this
+        data-parallel index. Values at padding mean nothing. No gradient."""
         return [log_probs for log_probs, _ in self.log_probs_and_entropy(micro_batches, temperature)]
 
     @torch.no_grad()
@@ -161,8 +162,8 @@ class Actor:
         return results
 
     def _prepare(self, micro_batches: Sequence[MicroBatch]) -> list[_Work]:
-        """Pad to what the layout wants: lengths to a multiple of the ranks that share a sequence, the number to a multiple
-        of the pipeline under virtual stages, shapes to one where the expert dispatcher needs it."""
+        """Pad to what the layout wants: lengths to a multiple of the ranks that share a sequence, the number to a
+        multiple of the pipeline under virtual stages, shapes to one where the expert dispatcher needs it."""
         r, p = self.runtime, self.config.parallel
         unit = (r.tp_size if p.sequence_parallel else 1) * (2 * r.cp_size if r.cp_size > 1 else 1)
         sources: list[MicroBatch | None] = list(micro_batches)
@@ -195,8 +196,8 @@ class Actor:
         temperature: float,
         forward_only: bool,
     ) -> list[dict[str, Tensor]]:
-        """Megatron's schedule over all micro-batches. `head` turns log-probabilities and entropies [b, s] into a loss and
-        metrics; returned are the metrics of the micro-batches on the last stage, and nothing elsewhere."""
+        """Megatron's schedule over all micro-batches. `head` turns log-probabilities and entropies [b, s] into a loss
+        and metrics; returned are the metrics of the micro-batches on the last stage, and nothing elsewhere."""
 
         def loss_of(work: _Work, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             pair = log_probs_and_entropy(
@@ -241,8 +242,8 @@ class Actor:
         self, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction, temperature: float
     ) -> dict[str, float]:
         """Forward, backward, one optimizer step. Returns the sums of the metrics and actor/loss, actor/grad_norm,
-        actor/lr, the same on all ranks. A loss or gradient that is not finite raises TrainingError on all ranks, and the
-        weights stay as they are."""
+        actor/lr, the same on all ranks. A loss or gradient that is not finite raises TrainingError on all ranks, and
+        the weights stay as they are."""
         self.backward(micro_batches, loss_fn, temperature)
         return self._last_metrics | self.apply_gradients()
 
@@ -264,9 +265,8 @@ class Actor:
         parts = self._run(self._prepare(micro_batches), head, temperature, forward_only=False)
         self._last_metrics = self._sum_metrics(parts)
         if not math.isfinite(self._last_metrics["actor/loss"]):
-            raise TrainingError(
-                f"the loss of optimizer step {self.updates} is {self._last_metrics['actor/loss']}; the weights are unchanged"
-            )
+            loss = self._last_metrics["actor/loss"]
+            raise TrainingError(f"the loss of optimizer step {self.updates} is {loss}; the weights are unchanged")
 
     def _sum_metrics(self, parts: list[dict[str, Tensor]]) -> dict[str, float]:
         """Add up over micro-batches and data-parallel ranks; the same result on all ranks."""
@@ -275,7 +275,8 @@ class Actor:
         for part in parts:
             for name, value in part.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
-        # The last rank is on the last stage and knows the names. Tensor and context ranks hold copies: one of each counts.
+        # The last rank is on the last stage and knows the names. Tensor and context ranks hold copies: one of each
+        # counts.
         names = r.broadcast_object(sorted(sums), src=r.world_size - 1)
         counts = self._is_last_stage and r.tp_rank == 0 and r.cp_rank == 0
         return dict(zip(names, r.reduce_sum([sums[name] if counts else 0.0 for name in names])))
@@ -283,9 +284,7 @@ class Actor:
     def apply_gradients(self) -> dict[str, float]:
         """Clip, set the learning rate of this update, step. The norm is taken over all parameters of the model."""
         optimizer = self.optimizer
-        lr = learning_rate(
-            self.config.optimizer, self.updates, self._updates_per_step, self.config.run.train_iters
-        )
+        lr = learning_rate(self.config.optimizer, self.updates, self._updates_per_step, self.config.run.train_iters)
         with megatron_calls():
             optimizer.prepare_grads()
             norm = float(optimizer.get_grad_norm())
@@ -323,6 +322,6 @@ class Actor:
 
 
 def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron's reduction of gradients over data-parallel ranks, tied embeddings and sequence-parallel norms, without its
-    division by a number of tokens."""
+    """Megatron's reduction of gradients over data-parallel ranks, tied embeddings and sequence-parallel norms,
+    without its division by a number of tokens."""
     finalize_model_grads(model, None, **kwargs)

@@ -1,8 +1,8 @@
 """How a sequence is divided over context-parallel ranks, and how values a token come back together.
 
-With C ranks a sequence of length s (a multiple of 2 C) is cut into 2 C pieces, and rank c holds pieces c and 2 C - 1 - c, so
-that causal attention costs every rank the same. This is the division that Megatron's rotary embedding and Transformer
-Engine's attention assume.
+With C ranks a sequence of length s (a multiple of 2 C) is cut into 2 C pieces, and rank c holds pieces c and 2 C - 1
+- c, so that causal attention costs every rank the same. This is the division that Megatron's rotary embedding and
+Transformer Engine's attention assume.
 """
 
 from __future__ import annotations

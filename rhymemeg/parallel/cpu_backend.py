@@ -1,9 +1,10 @@
 """Megatron-core 0.16.1 without CUDA.
 
-Megatron names CUDA devices all over its code (`device="cuda"`, `torch.cuda.current_device()`, streams, RNG states). What is
-replaced here, and how far each replacement reaches:
+Megatron names CUDA devices all over its code (`device="cuda"`, `torch.cuda.current_device()`, streams, RNG states).
+What is replaced here, and how far each replacement reaches:
 
-1. **Names inside Megatron's modules.** `install()` rebinds the global name `torch` (and `torch.cuda`, `torch.distributed`)
+1. **Names inside Megatron's modules.** `install()` rebinds the global name `torch` (and `torch.cuda`,
+   `torch.distributed`)
    of every `megatron.core` module to a *view*: a module object with the contents of the real one and a few functions
    exchanged. Code outside Megatron keeps the real `torch`, in any thread and in autograd's backward too, so a rollout
    engine in the same process pays nothing (`tools/bench_cpu_backend.py` measures it).
@@ -49,9 +50,9 @@ MODULES = (
 
 # torch functions that take `device=` and that Megatron calls with a CUDA device.
 FACTORIES = (
-    "arange as_tensor empty empty_like empty_strided full full_like linspace ones ones_like rand rand_like randint randn "
-    "tensor zeros zeros_like"
-).split()
+    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "full", "full_like", "linspace", "ones"),
+    *("ones_like", "rand", "rand_like", "randint", "randn", "tensor", "zeros", "zeros_like"),
+)
 
 _TYPE_NAMES = {
     torch.float32: "torch.cuda.FloatTensor",
@@ -126,7 +127,9 @@ def _all_to_all_single(
     def as_list(sizes: Any) -> Any:
         return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
 
-    return dist.all_to_all_single(output, input, as_list(output_split_sizes), as_list(input_split_sizes), group, async_op)
+    return dist.all_to_all_single(
+        output, input, as_list(output_split_sizes), as_list(input_split_sizes), group, async_op
+    )
 
 
 def _make_views() -> None:

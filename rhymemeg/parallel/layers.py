@@ -29,7 +29,8 @@ from rhymemeg.parallel.cpu_backend import current_device
 
 
 class RMSNorm(torch.nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, statistics in fp32, as Llama and Qwen define it."""
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, statistics in fp32, as Llama and Qwen define
+    it."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()

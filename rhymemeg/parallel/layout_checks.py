@@ -1,12 +1,12 @@
 """Whether a layout fits, and what it looks like. Pure: plain data in, plain data out, no torch.
 
-`check_layout(arch, parallel, world_size, device_type)` refuses (`ConfigError`, naming the option) what Megatron cannot run.
-`describe_layout(arch, parallel, world_size)` says for each rank where it sits and which layers it holds.
+`check_layout(arch, parallel, world_size, device_type)` refuses (`ConfigError`, naming the option) what Megatron
+cannot run. `describe_layout(arch, parallel, world_size)` says for each rank where it sits and which layers it holds.
 
 Order of ranks: tensor parallel fastest, then context, data, pipeline. With T = TP, C = CP, D = DP,
 
-    rank = tp + T (cp + C (dp + D pp))           and, for the experts of a MoE model, with T' = expert TP and D' = expert DP,
-    rank = etp + T' (ep + EP (edp + D' pp)).
+    rank = tp + T (cp + C (dp + D pp))           and, for the experts of a MoE model, with T' = expert TP and D' =
+    expert DP, rank = etp + T' (ep + EP (edp + D' pp)).
 
 A virtual stage is a run of consecutive layers; with virtual pipelining, virtual stage v of pipeline rank p is the
 (v PP + p)-th run.
@@ -169,8 +169,8 @@ def _check_device(parallel: ParallelOptions, device_type: str) -> None:
         return
     if parallel.context_parallel_size > 1:
         raise ConfigError(
-            f"--context-parallel-size {parallel.context_parallel_size} needs a GPU: Megatron has context-parallel attention "
-            "only in Transformer Engine"
+            f"--context-parallel-size {parallel.context_parallel_size} needs a GPU: the only attention that "
+            "has it is Transformer Engine's"
         )
     for name in ("moe_grouped_gemm", "overlap_grad_reduce", "overlap_param_gather"):
         if getattr(parallel, name):
@@ -188,7 +188,9 @@ def _check_tensor_parallel(arch: ModelArch, parallel: ParallelOptions) -> None:
         if size % tp:
             raise ConfigError(f"--tensor-model-parallel-size {tp} does not divide the model's {size} {what}")
     if parallel.sequence_parallel and tp == 1:
-        raise ConfigError("--sequence-parallel splits over the tensor-parallel ranks: --tensor-model-parallel-size must be > 1")
+        raise ConfigError(
+            "--sequence-parallel splits over the tensor-parallel ranks: --tensor-model-parallel-size must be > 1"
+        )
 
 
 def _check_pipeline(arch: ModelArch, parallel: ParallelOptions) -> None:
@@ -206,8 +208,8 @@ def _check_pipeline(arch: ModelArch, parallel: ParallelOptions) -> None:
             raise ConfigError(f"--num-layers-per-virtual-pipeline-stage cannot be combined with {next(iter(given))}")
         if layers % (pp * n):
             raise ConfigError(
-                f"--num-layers-per-virtual-pipeline-stage {n} x --pipeline-model-parallel-size {pp} = {pp * n} does not "
-                f"divide the model's {layers} layers"
+                f"--num-layers-per-virtual-pipeline-stage {n} x --pipeline-model-parallel-size {pp} = {pp * n} does "
+                f"not divide the model's {layers} layers"
             )
         if layers == pp * n:
             raise ConfigError(
@@ -256,10 +258,10 @@ def _check_experts(arch: ModelArch, parallel: ParallelOptions) -> None:
         )
     if tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
-            f"--tensor-model-parallel-size {tp} with experts needs --sequence-parallel: Megatron routes each token once only "
-            "if the tensor-parallel ranks hold different tokens"
+            f"--tensor-model-parallel-size {tp} with experts needs --sequence-parallel: only then do the "
+            "tensor-parallel ranks route different tokens"
         )
     if arch.num_experts_per_tok == 1 and arch.norm_topk_prob:
         raise ConfigError(
-            "num_experts_per_tok=1 with norm_topk_prob=true (config.json): the router would have no gradient; not supported"
+            "num_experts_per_tok=1 with norm_topk_prob=true (config.json) is not supported: the router has no gradient"
         )

@@ -3,8 +3,8 @@
     chunks = build_model(arch, model_options, parallel_options, runtime)
 
 The weights are Megatron's random initialisation until a checkpoint is read into them (`weight_sync.hf_io`).
-Layers are Transformer Engine's on a GPU where it is installed, else Megatron's local ones (`layers`); parameters are fp32 on
-the CPU and bf16 on a GPU unless `--params-dtype` says otherwise.
+Layers are Transformer Engine's on a GPU where it is installed, else Megatron's local ones (`layers`); parameters are
+fp32 on the CPU and bf16 on a GPU unless `--params-dtype` says otherwise.
 """
 
 from __future__ import annotations
@@ -75,24 +75,24 @@ def transformer_config(
     vpp = virtual_stages(arch, parallel)
     moe: dict[str, Any] = {}
     if arch.is_moe:
-        moe = dict(
-            num_moe_experts=arch.num_experts,
-            moe_router_topk=arch.num_experts_per_tok,
-            moe_ffn_hidden_size=arch.moe_intermediate_size,
-            moe_layer_freq=[int(arch.layer_is_moe(layer)) for layer in range(arch.num_layers)],
+        moe = {
+            "num_moe_experts": arch.num_experts,
+            "moe_router_topk": arch.num_experts_per_tok,
+            "moe_ffn_hidden_size": arch.moe_intermediate_size,
+            "moe_layer_freq": [int(arch.layer_is_moe(layer)) for layer in range(arch.num_layers)],
             # Renormalised weights of the top k are a softmax over their logits alone; otherwise the softmax over all
             # experts comes first and the chosen probabilities stay as they are.
-            moe_router_pre_softmax=not arch.norm_topk_prob,
-            moe_router_dtype="fp32",
-            moe_router_load_balancing_type="none",
-            moe_aux_loss_coeff=0.0,
-            moe_grouped_gemm=parallel.moe_grouped_gemm,
-            expert_model_parallel_size=parallel.expert_model_parallel_size,
-            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        )
+            "moe_router_pre_softmax": not arch.norm_topk_prob,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": parallel.moe_grouped_gemm,
+            "expert_model_parallel_size": parallel.expert_model_parallel_size,
+            "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+        }
     recompute: dict[str, Any] = {}
     if options.recompute_activations:
-        recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,

@@ -1,9 +1,9 @@
 """Messages between pipeline stages.
 
-Megatron exchanges the shapes of micro-batches before their contents. With two pipeline ranks and virtual stages the previous
-and the next rank are the same one, and its exchange of shapes (one batch of sends and receives between the same two ranks,
-told apart by nothing) then swaps forward and backward. `PairwiseCommunicator` sends the shapes the way Megatron sends the
-contents when they are not batched, which keeps the two directions apart.
+Megatron exchanges the shapes of micro-batches before their contents. With two pipeline ranks and virtual stages the
+previous and the next rank are the same one, and its exchange of shapes (one batch of sends and receives between the
+same two ranks, told apart by nothing) then swaps forward and backward. `PairwiseCommunicator` sends the shapes the
+way Megatron sends the contents when they are not batched, which keeps the two directions apart.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Process groups and device of one rank.
 
 `init_runtime` starts torch.distributed (from torchrun's environment, or as a single process without it), the groups of
-Megatron's layout and the random generators, and returns a `Runtime`: plain numbers, the device and the *control group*, a
-Gloo group of all ranks for Python objects, which works the same on CPU and GPU. The device is chosen here, once:
-NCCL on CUDA, Gloo (and `cpu_backend`) on the CPU.
+Megatron's layout and the random generators, and returns a `Runtime`: plain numbers, the device and the *control
+group*, a Gloo group of all ranks for Python objects, which works the same on CPU and GPU. The device is chosen here,
+once: NCCL on CUDA, Gloo (and `cpu_backend`) on the CPU.
 
 No wait lasts longer than `--distributed-timeout-minutes`; `Runtime.barrier` names the ranks that did not come.
 """
@@ -29,7 +29,7 @@ from rhymemeg.parallel.layout_checks import check_world_size
 
 
 def choose_device_type(device: str) -> str:
-    """"cuda" or "cpu" for the option `--device`."""
+    """The device type, "cuda" or "cpu", for the option `--device`."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return "cpu"
     if not torch.cuda.is_available():
@@ -128,7 +128,8 @@ def _free_port() -> int:
 
 
 def init_runtime(run: RunOptions, parallel: ParallelOptions, seed: int) -> Runtime:
-    """Start everything. Refuses a number of ranks that the layout does not divide, before any rank waits for another."""
+    """Start everything. Refuses a number of ranks that the layout does not divide, before any rank waits for
+    another."""
     environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     for name, value in environment.items():
         os.environ.setdefault(name, value)
@@ -158,7 +159,8 @@ def init_runtime(run: RunOptions, parallel: ParallelOptions, seed: int) -> Runti
 
 
 def _quiet() -> None:
-    """Silence what megatron-core 0.16.1 says about itself on current torch, once a rank and call site: not for the user."""
+    """Silence what megatron-core 0.16.1 says about itself on current torch, once a rank and call site: not for the
+    user."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
 
@@ -182,12 +184,14 @@ def start_layout(runtime: Runtime, parallel: ParallelOptions, seed: int) -> None
             distributed_timeout_minutes=max(1, round(runtime.timeout.total_seconds() / 60)),
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        runtime.tp_rank, runtime.tp_size = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+        runtime.tp_rank = ps.get_tensor_model_parallel_rank()
+        runtime.tp_size = ps.get_tensor_model_parallel_world_size()
         runtime.pp_rank = ps.get_pipeline_model_parallel_rank()
         runtime.pp_size = ps.get_pipeline_model_parallel_world_size()
         runtime.dp_rank, runtime.dp_size = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
         runtime.cp_rank, runtime.cp_size = ps.get_context_parallel_rank(), ps.get_context_parallel_world_size()
-        runtime.ep_rank, runtime.ep_size = ps.get_expert_model_parallel_rank(), ps.get_expert_model_parallel_world_size()
+        runtime.ep_rank = ps.get_expert_model_parallel_rank()
+        runtime.ep_size = ps.get_expert_model_parallel_world_size()
         runtime.etp_rank = ps.get_expert_tensor_parallel_rank()
         runtime.etp_size = ps.get_expert_tensor_parallel_world_size()
         runtime.edp_rank = ps.get_expert_data_parallel_rank()

@@ -4,9 +4,9 @@
 
 over the true vocabulary: columns that pad it to a multiple of the tensor-parallel size do not exist for either sum.
 
-Each rank holds a slice of the columns. Two all-reduces of one and three numbers a row combine the slices. The full softmax
-is never stored: it is formed for `ROWS` rows at a time in fp32, in the forward pass for the sums and again in the backward
-pass, where it goes straight into the gradient.
+Each rank holds a slice of the columns. Two all-reduces of one and three numbers a row combine the slices. The full
+softmax is never stored: it is formed for `ROWS` rows at a time in fp32, in the forward pass for the sums and again in
+the backward pass, where it goes straight into the gradient.
 """
 
 from __future__ import annotations
@@ -98,11 +98,13 @@ def log_probs_and_entropy(
     group: dist.ProcessGroup | None,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and entropy of its distribution, both fp32 and of the labels' shape, differentiable.
+    """Log-probability of each label and entropy of its distribution, both fp32 and of the labels' shape,
+    differentiable.
 
     `logits` [..., local columns] are this rank's columns of the padded vocabulary, `group` the tensor-parallel ranks in
-    the order of their columns (None: this rank has all), `vocab_size` the true size. With `in_place` the gradient is written
-    over the logits, which saves a tensor of their size; nothing else may then use them, nor backward run twice.
+    the order of their columns (None: this rank has all), `vocab_size` the true size. With `in_place` the gradient is
+    written over the logits, which saves a tensor of their size; nothing else may then use them, nor backward run
+    twice.
     """
     width = logits.shape[-1]
     first = width * (group.rank() if group is not None else 0)
