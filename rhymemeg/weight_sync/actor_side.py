@@ -11,6 +11,7 @@ experts grouped into one module. Parameters whose name or shape the model's tabl
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,7 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
     return chunk
 
 
-def local_params(chunks: list[torch.nn.Module], arch: ModelArch, runtime: Runtime) -> dict[str, torch.Tensor]:
+def local_params(chunks: Sequence[torch.nn.Module], arch: ModelArch, runtime: Runtime) -> dict[str, torch.Tensor]:
     """Canonical name -> parameter, for all model chunks (virtual stages) of this rank."""
     layout = ModelLayout(arch)
     tp, etp = runtime.tp_size, runtime.etp_size
@@ -77,7 +78,7 @@ def _padded_vocab(name: str, tensor: torch.Tensor, tp: int, arch: ModelArch) -> 
     return tensor.shape[0] * tp if name in ("embedding.word_embeddings.weight", "output_layer.weight") else 0
 
 
-def actor_layout(chunks: list[torch.nn.Module], arch: ModelArch, runtime: Runtime) -> ActorLayout:
+def actor_layout(chunks: Sequence[torch.nn.Module], arch: ModelArch, runtime: Runtime) -> ActorLayout:
     """Where every rank is and what it holds. All ranks call this together; each gets the same answer."""
     layers: list[int] = []
     vocab = 0

@@ -57,9 +57,15 @@ def grouped_query_attention(a: ModelArch) -> dict[str, Rule]:
     at = LAYER + "self_attn."
 
     def qkv(kind: str, columns: int | None) -> QkvGroups:
-        names = (f"{at}{x}_proj.{kind}" for x in "qkv")
         return QkvGroups(
-            *names, a.num_attention_heads, a.num_key_value_heads, a.head_dim, columns, f"{at}qkv_proj.{kind}"
+            query=f"{at}q_proj.{kind}",
+            key=f"{at}k_proj.{kind}",
+            value=f"{at}v_proj.{kind}",
+            heads=a.num_attention_heads,
+            kv_heads=a.num_key_value_heads,
+            head_dim=a.head_dim,
+            columns=columns,
+            engine=f"{at}qkv_proj.{kind}",
         )
 
     rules: dict[str, Rule] = {"self_attention.linear_qkv.weight": qkv("weight", a.hidden_size)}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,7 +54,7 @@ def agree(runtime: Runtime, error: Exception | None) -> None:
 
 
 def load_hf_checkpoint(
-    chunks: list[torch.nn.Module], arch: ModelArch, folder: str | Path, runtime: Runtime
+    chunks: Sequence[torch.nn.Module], arch: ModelArch, folder: str | Path, runtime: Runtime
 ) -> dict[str, float]:
     """Fill the actor's parameters from a Hugging Face folder. Returns the bytes that this rank read."""
     error: Exception | None = None
@@ -137,7 +138,7 @@ def plan_files(layout: ModelLayout, actor: ActorLayout, itemsize: int, max_file_
 
 
 def export_hf(
-    chunks: list[torch.nn.Module],
+    chunks: Sequence[torch.nn.Module],
     arch: ModelArch,
     runtime: Runtime,
     folder: str | Path,

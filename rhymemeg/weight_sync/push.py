@@ -4,7 +4,8 @@ The plan (`planner.py`) is made once. A push then
 
 1. checks that every weight of the actor is finite;
 2. moves slices to the engines' ranks (`transfer.py`) and hands them to the engine's own loader as an iterator over
-   every Hugging Face tensor of the model, in order; the engine refuses if requests run, compares the set of names,
+   every Hugging Face tensor of the model, in order, each holding only what the rank's loader will read (`partial.py`);
+   the engine refuses if requests run, compares the set of names,
    packs or quantises as its layers want, and drops its prefix cache;
 3. verifies, as `--weight-sync-verify` says, that what the engine was given is what the actor holds, by checksums
    (`checksum.py`) of every tensor (`full`) or of a subset that rotates through all within `ROTATION` pushes
@@ -19,8 +20,8 @@ transfer is first run to its end, so that no rank waits for another.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from rhymemeg.config import SyncOptions
 from rhymemeg.errors import RhymeMegError, WeightSyncError
 from rhymemeg.weight_sync.actor_side import actor_layout, local_params
 from rhymemeg.weight_sync.layouts import ModelLayout
+from rhymemeg.weight_sync.partial import absent_tensor, partial_tensor
 from rhymemeg.weight_sync.planner import EngineTarget, make_plan
 from rhymemeg.weight_sync.topology import EngineLayout
 from rhymemeg.weight_sync.transfer import Courier, Delivery, held_views
@@ -47,21 +49,27 @@ class Engine(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None: ...
 
 
+def _layout_of(engine: Any, world_size: int) -> EngineLayout:
+    spec = engine.spec
+    return EngineLayout(world_size, spec.tensor_parallel_size, spec.enable_expert_parallel)
+
+
 class WeightSync:
     def __init__(
         self,
         arch: ModelArch,
         options: SyncOptions,
         runtime: Runtime,
-        chunks: list[torch.nn.Module],
+        chunks: Sequence[torch.nn.Module],
         engine: Engine,
         engines: EngineLayout | None = None,
     ) -> None:
+        """`engines`: their layout; None: that of `engine`."""
         self.arch, self.options, self.runtime = arch, options, runtime
         self.chunks, self.engine = chunks, engine
         self.layout = ModelLayout(arch)
         self.actor = actor_layout(chunks, arch, runtime)
-        self.engines = engines or EngineLayout(runtime.world_size, whole=True)
+        self.engines = engines or _layout_of(engine, runtime.world_size)
         params = local_params(chunks, arch, runtime)
         self.dtype: torch.dtype = runtime.broadcast_object(next(iter(params.values())).dtype)
         start = time.perf_counter()
@@ -116,9 +124,13 @@ class WeightSync:
         }
 
     def _weights(self, deliveries: Iterator[Delivery]) -> Iterator[tuple[str, torch.Tensor]]:
-        for tensor, _, data in deliveries:
-            assert data is not None
-            yield tensor.name, data
+        """Every tensor of the model, each with the part that this rank's loader will read."""
+        for tensor, box, data in deliveries:
+            if box is None or data is None:
+                dtype = self.courier.dtype_of(tensor)
+                yield tensor.name, absent_tensor(tensor.shape, dtype, self.runtime.device, tensor.name)
+            else:
+                yield tensor.name, partial_tensor(data, box, tensor.shape, tensor.name)
 
     def _refuse_non_finite(self, params: dict[str, torch.Tensor]) -> None:
         names = list(params)

@@ -1,10 +1,17 @@
-"""Small model descriptions of every family, and random ones."""
+"""Small models of every family: descriptions, random descriptions, checkpoints."""
 
-from typing import Any
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
 from rhymemeg.arch import ModelArch
+
+if TYPE_CHECKING:
+    import torch
 
 BASE: dict[str, Any] = {
     "vocab_size": 199,
@@ -33,6 +40,26 @@ def config(architecture: str, **changes: Any) -> dict[str, Any]:
 
 def arch(architecture: str, **changes: Any) -> ModelArch:
     return ModelArch.from_config(config(architecture, **changes))
+
+
+def write_checkpoint(folder: Path, architecture: str, seed: int = 0, **changes: Any) -> dict[str, torch.Tensor]:
+    """A model folder with random weights; returns them."""
+    import torch
+    from safetensors.torch import save_file
+
+    from rhymemeg.weight_sync.layouts import hf_tensors
+
+    folder.mkdir(parents=True, exist_ok=True)
+    model_type = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+    settings = config(architecture, model_type=model_type.get(architecture, "qwen3_moe"), dtype="float32", **changes)
+    (folder / "config.json").write_text(json.dumps(settings))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: torch.randn(shape, generator=generator) * 0.3 + (1.0 if "norm" in name else 0.0)
+        for name, shape in hf_tensors(ModelArch.from_config(settings)).items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tensors
 
 
 ARCHITECTURES = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"]
