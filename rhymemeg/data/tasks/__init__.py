@@ -1,0 +1,1 @@
+"""Tasks that make their own prompts and judge the answers. Pure."""
