@@ -8,18 +8,23 @@ list is empty. Every method is called by all ranks, in the same order.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from rhymemeg.arch import ModelArch
 from rhymemeg.config import Config
 from rhymemeg.data.prompts import PromptSet, batch_at, load_prompts
+from rhymemeg.data.tokenizer import load_tokenizer
+from rhymemeg.errors import CheckpointError
 from rhymemeg.observe.clock import StepClock
 from rhymemeg.observe.display import Display
 from rhymemeg.observe.statistics import evaluation_metrics, reward_metrics, rollout_metrics, weighted_means
 from rhymemeg.parallel.actor import Actor
+from rhymemeg.parallel.checkpoint_folder import CheckpointFolder
 from rhymemeg.parallel.reference import ReferenceWeights
 from rhymemeg.parallel.runtime import Runtime
 from rhymemeg.rl.advantages import ADVANTAGES
@@ -27,10 +32,11 @@ from rhymemeg.rl.batching import MicroBatch, TrainSample, collate, plan_micro_ba
 from rhymemeg.rl.exchange import SampleSummary, exchange, share_summaries
 from rhymemeg.rl.losses import aggregation_weights
 from rhymemeg.rl.objective import Objective
-from rhymemeg.rl.rewards import Scorer
-from rhymemeg.rollout.engine import RolloutEngine
+from rhymemeg.rl.rewards import Scorer, component_sums
+from rhymemeg.rollout.engine import RolloutEngine, SamplingOptions
 from rhymemeg.rollout.samples import Prompt, Sample, SampleId
-from rhymemeg.weight_sync.hf_io import load_hf_checkpoint
+from rhymemeg.rollout.window import Progress, assign_samples, run_samples
+from rhymemeg.weight_sync.hf_io import export_hf
 from rhymemeg.weight_sync.push import WeightSync
 
 
@@ -52,22 +58,135 @@ class Trainer:
 
     def __init__(self, config: Config, arch: ModelArch, runtime: Runtime, clock: StepClock, display: Display) -> None:
         self.config, self.arch, self.runtime, self.clock, self.display = config, arch, runtime, clock, display
+        self._stack = contextlib.ExitStack()
         with clock.phase("loading prompts"):
-            self._load_prompts()
+            self.tokenizer = load_tokenizer(config.model.hf_checkpoint)
+            limit = config.rollout.max_prompt_len
+            self.prompts = load_prompts(config.data, self.tokenizer, max_prompt_len=limit)
+            self.held_out: PromptSet | None = None
+            if config.data.eval_interval:
+                self.held_out = load_prompts(config.data, self.tokenizer, max_prompt_len=limit, evaluation=True)
+            self.scorer = Scorer.from_options(config.data, self.prompts.default_reward)
+            self._stack.callback(self.scorer.close)
         with clock.phase("loading the actor"):
             self.actor = Actor(config, arch, runtime)
             self.reference: ReferenceWeights | None = None
             if config.algorithm.kl_loss_coef > 0:
-                load_hf_checkpoint(
-                    self.actor.chunks, arch, config.model.ref_hf_checkpoint or config.model.hf_checkpoint, runtime
-                )
+                self.actor.load_weights(config.model.ref_hf_checkpoint or config.model.hf_checkpoint)
                 self.reference = ReferenceWeights(self.actor.chunks)
-            self.actor.load_weights(config.model.hf_checkpoint)
+            self.checkpoints = CheckpointFolder(Path(config.run.output_dir) / "checkpoints", config.checkpoint, runtime)
+            self.first_step = self._load_actor()
         with clock.phase("starting the engine"):
-            self.engine = RolloutEngine.start(config, arch, runtime, self.tokenizer)
-        self.sync = WeightSync(arch, config.sync, runtime, self.actor.chunks, self.engine)
+            # The engine starts without weights: what it serves always comes from the actor.
+            self.engine = RolloutEngine.start(config, arch, runtime, self.tokenizer, load_format="dummy")
+            self._stack.callback(self.engine.close)
         with clock.phase("first weight sync"):
-            self.sync.push(version=0)
+            self.sync = WeightSync(arch, config.sync, runtime, self.actor.chunks, self.engine)
+            self.sync.push(self.first_step)
+
+    def close(self) -> None:
+        """End worker processes and the engine."""
+        self._stack.close()
+
+    def _load_actor(self) -> int:
+        """Weights from the checkpoint to resume, or else from the model folder. Returns the first step to do."""
+        folder = self.checkpoints.to_load()
+        if folder is None:
+            self.actor.load_weights(self.config.model.hf_checkpoint)
+            return 0
+        state = self.actor.load_checkpoint(folder)
+        if state["prompts"] != self.prompts.fingerprint:
+            raise CheckpointError(f"{folder} was trained on other prompts than --prompt-data names now")
+        self.display.note(f"resuming from {folder}: step {state['step']} of {self.config.run.train_iters}")
+        if state["step"] >= self.config.run.train_iters:
+            self.display.note(f"nothing to do: --train-iters is {self.config.run.train_iters}; raise it to go on")
+        return int(state["step"])
+
+    # ------------------------------------------------------------------------------------------------------- rollout
+
+    def prompts_at(self, step: int) -> list[Prompt]:
+        """The prompts of a step: each epoch visits every prompt once, in an order of its own."""
+        indices = batch_at(
+            step, self.config.rollout.rollout_batch_size, self.config.run.seed, self.config.data.shuffle, len(self.prompts)
+        )
+        return [self.prompts[i] for i in indices]
+
+    def rollout(self, step: int, prompts: Sequence[Prompt]) -> list[Sample]:
+        """Sample a group of responses to each prompt; returns those of this rank's engine, on its leader."""
+        return self._generate(
+            step, prompts, self.config.rollout.n_samples_per_prompt, self.config.run.seed, self.config.rollout.temperature
+        )
+
+    def _generate(
+        self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int, seed: int, temperature: float
+    ) -> list[Sample]:
+        samples = [
+            Sample(SampleId(step, prompt.prompt_id, k), prompt.token_ids)
+            for prompt in prompts
+            for k in range(samples_per_prompt)
+        ]
+        queue = assign_samples(samples, self.engine.num_engines)[self.engine.engine_index]
+
+        def progress(now: Progress) -> None:
+            self.display.progress(f"{now.finished}/{len(queue)} samples, {now.tokens:,} tokens, {now.running} running")
+
+        return run_samples(
+            self.engine,
+            queue,
+            SamplingOptions.from_config(self.config.rollout, temperature),
+            seed,
+            timeout=60 * self.config.rollout.rollout_timeout_minutes,
+            progress=progress,
+        )
+
+    def score(
+        self, samples: Sequence[Sample], prompts: Sequence[Prompt]
+    ) -> tuple[list[SampleSummary], dict[str, float]]:
+        """Judge this rank's samples. Returns the summaries of all ranks' samples and what they say of the step."""
+        self.scorer.score(samples, prompts)
+        summaries = share_summaries(samples, self.runtime)
+        components = weighted_means(self.runtime.all_gather_object(component_sums(samples)))
+        return summaries, components | reward_metrics(summaries) | rollout_metrics(summaries)
+
+    # ------------------------------------------------------------------------------------------- after the training phase
+
+    def push_weights(self, version: int) -> dict[str, float]:
+        """Every engine serves the actor's weights as `version` when this returns."""
+        return self.sync.push(version)
+
+    def evaluation_is_due(self, steps_done: int) -> bool:
+        """Every --eval-interval steps, and after the last."""
+        interval = self.config.data.eval_interval
+        return interval > 0 and (steps_done % interval == 0 or steps_done == self.config.run.train_iters)
+
+    def evaluate(self, steps_done: int) -> dict[str, float]:
+        """Sample and judge the held-out prompts with the weights that the engines have now: `eval/*`. The seeds are the
+        same at every evaluation, so that the difference between two is less noisy than either."""
+        assert self.held_out is not None
+        data = self.config.data
+        prompts = [self.held_out[i] for i in range(len(self.held_out))]
+        samples = self._generate(0, prompts, data.eval_n_samples, self.config.run.seed + 1, data.eval_temperature)
+        self.scorer.score(samples, prompts)
+        summaries = share_summaries(samples, self.runtime)
+        components = weighted_means(self.runtime.all_gather_object(component_sums(samples)))
+        renamed = {f"eval/{name.removeprefix('reward/')}": value for name, value in components.items()}
+        return {"eval/step": float(steps_done)} | renamed | evaluation_metrics(summaries)
+
+    def checkpoint_is_due(self, steps_done: int) -> bool:
+        """Every --save-interval steps, and after the last if --save-final."""
+        options, last = self.config.checkpoint, steps_done == self.config.run.train_iters
+        return (options.save_interval > 0 and steps_done % options.save_interval == 0) or (last and options.save_final)
+
+    def save(self, steps_done: int) -> None:
+        """Write a checkpoint from which a run continues at step `steps_done`."""
+        state = {"step": steps_done, "prompts": self.prompts.fingerprint, "config": self.config.model_dump(mode="json")}
+        self.checkpoints.save(self.actor, steps_done, state)
+
+    def export(self) -> Path:
+        """Write the actor as a Hugging Face folder into the run directory."""
+        folder = Path(self.config.run.output_dir) / "hf"
+        export_hf(self.actor.chunks, self.arch, self.runtime, folder, self.config.model.hf_checkpoint)
+        return folder
 
     # -------------------------------------------------------------------------------------------------------- learn
 

@@ -276,31 +276,38 @@ class RolloutEngine:
         rank takes its part). Refused while requests run: finish or pause them first.
 
         vLLM keeps a tensor until its layer is complete: an iterator must not reuse the memory of a tensor that it has
-        yielded. `expected` are the names that must come, each once; None: those of a checkpoint of the model. A name
-        that is missing, unknown or repeated raises WeightSyncError, and the engine then has no weights (`version` is
-        -1) until a load succeeds."""
+        yielded. `expected` are the names that must come, each once; None: those of a checkpoint of the model. The
+        iterator is always read to its end, also when a name is missing, unknown or repeated; WeightSyncError is raised
+        then, and the engine has no weights (`version` is -1) until a load succeeds. After an exception from the
+        iterator itself the engine cannot be loaded again."""
         self._refuse_while_running("load weights")
         if expected is None:
             from rhymemeg.weight_sync.layouts import hf_tensors
 
             expected = hf_tensors(self.spec.arch).keys()
         self.version = NO_WEIGHTS
-        self.vllm.reload_weights(self._complete(weights, expected))
+        problems: list[str] = []
+        self.vllm.reload_weights(self._complete(weights, expected, problems))
+        if problems:
+            more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+            raise WeightSyncError(f"weight update {version} of engine {self.engine_index}: {problems[0]}{more}")
         self.version = version
 
     @staticmethod
-    def _complete(weights: Iterable[tuple[str, Tensor]], expected: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Pass `weights` on; raise WeightSyncError as soon as the names cannot be `expected`."""
+    def _complete(
+        weights: Iterable[tuple[str, Tensor]], expected: Collection[str], problems: list[str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Pass on what is expected, each name once, and note what is wrong."""
         missing = set(expected)
         for name, tensor in weights:
-            if name not in missing:
-                what = "came twice" if name in expected else "is unknown"
-                raise WeightSyncError(f"weight update: tensor {name!r} {what}")
-            missing.remove(name)
-            yield name, tensor
+            if name in missing:
+                missing.remove(name)
+                yield name, tensor
+            else:
+                problems.append(f"tensor {name!r} " + ("came twice" if name in expected else "is unknown"))
         if missing:
             shown = ", ".join(sorted(missing)[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
-            raise WeightSyncError(f"weight update: the engine did not receive {shown}")
+            problems.insert(0, f"the engine did not receive {shown}")
 
     def _refuse_while_running(self, what: str) -> None:
         if self._requests:

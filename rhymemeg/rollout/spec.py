@@ -23,6 +23,7 @@ GIB = 1 << 30
 # Tokens a KV block on CPU. vLLM's attention kernel wants a multiple of 32; its default of 128 is longer than many
 # prompts, so that the samples of a group would share nothing of theirs.
 CPU_BLOCK_SIZE = 32
+CPU_BATCHED_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,19 @@ class EngineSpec:
         draft = int(self.speculative["num_speculative_tokens"]) if self.speculative else 0
         wanted = self.max_prompt_len + self.max_response_len + 1 + draft
         return min(wanted, self.arch.max_position_embeddings)
+
+    @property
+    def enable_chunked_prefill(self) -> bool:
+        """Not on CPU: after a part of a prompt vLLM takes back the draw of the request's generator, which torch's CPU
+        generators cannot do."""
+        return self.device_type != "cpu"
+
+    @property
+    def batched_tokens(self) -> int | None:
+        """Most tokens a step takes; None: vLLM's choice. Without chunks a whole sequence must fit."""
+        if self.enable_chunked_prefill:
+            return self.max_num_batched_tokens
+        return max(self.max_num_batched_tokens or CPU_BATCHED_TOKENS, self.max_model_len)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -39,8 +39,9 @@ def prepare_environment(device_type: str) -> None:
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     if device_type == "cpu":
-        # Its warnings on CPU are about libraries that could be preloaded, about sleep mode, about Triton.
-        defaults["VLLM_LOGGING_LEVEL"] = "ERROR"
+        # Its warnings on CPU are about libraries that could be preloaded, about sleep mode, about Triton; its errors are
+        # dumps of the configuration beside the exception, which comes anyway.
+        defaults["VLLM_LOGGING_LEVEL"] = "CRITICAL"
         # Several ranks share the cores: vLLM must not pin each of them to all.
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     for name, value in defaults.items():
@@ -69,14 +70,19 @@ def check_version() -> None:
 @contextmanager
 def _confined() -> Iterator[None]:
     """vLLM's CPU worker changes the process it runs in: the environment that child processes inherit, and
-    torch.set_num_threads, which it disables. The trainer lives in the same process, so both are put back."""
+    torch.set_num_threads, which it disables. The trainer lives in the same process, so both are put back. Warnings that
+    vLLM causes in other libraries while it starts are not the user's business."""
+    import warnings
+
     import torch
 
     names = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "NUMEXPR_MAX_THREADS")
     before = {name: os.environ.get(name) for name in names}
     set_num_threads = torch.set_num_threads
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
     finally:
         torch.set_num_threads = set_num_threads
         for name, value in before.items():
@@ -186,6 +192,7 @@ class VllmEngine:
 
         plugin.register()
         self._params_type, self._tokens_input = SamplingParams, tokens_input
+        self._tied = spec.arch.tie_word_embeddings
         try:
             with _confined():
                 self._llm = LLMEngine.from_engine_args(EngineArgs(**_engine_args(spec)))
@@ -279,8 +286,21 @@ class VllmEngine:
         """Replace all weights by the tensors of a Hugging Face checkpoint, then drop what the old ones computed. A
         tensor is kept until its layer is complete, so a buffer must not be used again before this returns."""
         self.worker.reload_weights(weights_iterator=iter(weights))
+        self._refresh_tied_output()
         if not self._llm.reset_prefix_cache():
             raise RolloutError("the prefix cache could not be reset after a weight update: requests still hold blocks")
+
+    def _refresh_tied_output(self) -> None:
+        """Give an output layer that is tied to the embedding the embedding's new weights. vLLM's reload processes only
+        layers that receive tensors of their own; on CPU a tied output layer would go on with a packed copy of the old
+        weights, without any error."""
+        output = getattr(self.model, "lm_head", None)
+        if not self._tied or output is None or not hasattr(output, "quant_method"):
+            return
+        embedding = self.model.model.embed_tokens
+        if output is not embedding:
+            output.weight = embedding.weight
+        output.quant_method.process_weights_after_loading(output)
 
     def sleep(self, level: int) -> None:
         """Free memory: level 1 keeps the weights in host memory, level 2 drops them."""
@@ -308,12 +328,14 @@ def _engine_args(spec: EngineSpec) -> dict[str, Any]:
         "dtype": spec.dtype,
         "seed": spec.seed,
         "load_format": spec.load_format,
+        "use_tqdm_on_load": False,
         # Nothing of the model's generation_config.json: sampling is what the run's options say.
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.max_num_seqs,
-        "max_num_batched_tokens": spec.max_num_batched_tokens,
+        "max_num_batched_tokens": spec.batched_tokens,
+        "enable_chunked_prefill": spec.enable_chunked_prefill,
         "tensor_parallel_size": spec.tensor_parallel_size,
         "distributed_executor_backend": "external_launcher",
         "enforce_eager": spec.enforce_eager,
