@@ -100,6 +100,7 @@ class Guard:
         self._count = 0
         self._over = threading.Event()  # the main thread has left the guard
         self._idle = threading.Event()  # the watching thread makes no more calls into torch
+        self._leaving = False  # the main thread is in __exit__
         self._terminated = False
         self._speaking = threading.RLock()
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -123,7 +124,7 @@ class Guard:
         if self._handles_signals:
             # The wake-up descriptor tells the watching thread of a signal even while the main thread sits in a
             # collective and Python's own handler cannot run.
-            self._previous_handler = signal.signal(signal.SIGTERM, _on_sigterm)
+            self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
             self._previous_fd = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, name="rhymemeg-failure", daemon=True)
         self._thread.start()
@@ -132,6 +133,7 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._leaving = True
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self._finish()
             return
@@ -159,6 +161,10 @@ class Guard:
             signal.signal(signal.SIGTERM, self._previous_handler)
         os.close(self._read_end)
         os.close(self._write_end)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if not self._leaving:
+            raise SystemExit(TERMINATED)
 
     # ------------------------------------------------------------------------------------------------------ messages
 
@@ -318,10 +324,6 @@ class Guard:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
-
-
-def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(TERMINATED)
 
 
 def _is_consequence(error: BaseException) -> bool:
