@@ -353,7 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=8, help="prompt tokens before every response")
     parser.add_argument("--max-draft", type=int, default=32)
     parser.add_argument("--prompt-weight", type=float, default=0.0, help="draft from the prompt's text too")
-    parser.add_argument("--budget-power", type=float, default=0.5)
+    parser.add_argument("--budget-power", type=float, default=1.0)
     parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu", help="built-in step times")
     parser.add_argument("--profile", type=Path, help="step times measured by rhymemeg.histospec.profile")
     parser.add_argument("--exhaustive", action="store_true", help="search exhaustively instead of with the index")

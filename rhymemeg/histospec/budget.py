@@ -38,7 +38,7 @@ class Remaining:
         return self._suffix[first] / above - generated if above else generated / 4
 
 
-def token_weights(remaining: NDArray[np.float64], power: float = 0.5) -> NDArray[np.float64]:
+def token_weights(remaining: NDArray[np.float64], power: float = 1.0) -> NDArray[np.float64]:
     """Weight of each request's accepted tokens; unknown (NaN) remaining lengths count as the mean."""
     known = remaining[np.isfinite(remaining)]
     mean = float(known.mean()) if len(known) else 1.0

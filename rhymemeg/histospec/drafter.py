@@ -51,8 +51,8 @@ class DrafterOptions:
     """Weight of the prompt's own text as one more document; 0: not drafted from."""
     context: int = 8
     """Prompt tokens that precede every response in the index, so that drafts start with the first token."""
-    budget_power: float = 0.5
-    """How strongly requests with much left to generate are preferred; 0: not at all. goodput only."""
+    budget_power: float = 1.0
+    """How strongly requests with much left to generate are preferred once none waits; 0: not at all. goodput only."""
 
 
 @dataclass
@@ -86,6 +86,7 @@ class _Request:
 
 @dataclass(slots=True)
 class _Prompt:
+    length: int
     live_weight: float
     remaining: Remaining
     requests: set[str] = field(default_factory=set)
@@ -100,6 +101,8 @@ class Drafter:
         check_branch_choice(options.branch)
         self.options, self.history, self.cost = options, history, cost
         self.index = index or DraftIndex()
+        self.learner = cost
+        """Takes in measured step times; set apart from `cost` where ranks must agree before anything is decided by them."""
         self.policy: LengthPolicy = make_policy(options.policy, cost, options.max_draft)
         self.counters = Counters()
         self.enabled = True
@@ -107,6 +110,7 @@ class Drafter:
         self._prompts: dict[int, _Prompt] = {}
         self._weights = np.ones(64)
         self._step = 0
+        self._peak = 0  # most rows since the last release
         self._last: tuple[float, int, int] | None = None  # start of the last step, its requests and query tokens
 
     # ------------------------------------------------------------------------------------------------------- the window
@@ -135,7 +139,7 @@ class Drafter:
             prompt_tokens=prompt_ids if o.prompt_weight > 0 else [],
             prompt_weight=o.prompt_weight,
         )
-        return _Prompt(live_weight(o.branch, rewards), Remaining(visits[0].lengths.tolist() if visits else ()))
+        return _Prompt(len(prompt_ids), live_weight(o.branch, rewards), Remaining(visits[0].lengths.tolist() if visits else ()))
 
     def _tail(self, prompt_ids: Sequence[int] | NDArray[Any]) -> Sequence[int] | NDArray[Any]:
         return prompt_ids[-self.options.context :] if self.options.context else []
@@ -157,6 +161,8 @@ class Drafter:
                 for request_id in prompt.requests:
                     del self._requests[request_id]
                 self.index.release(prompt_id)
+        if not self._prompts:
+            self._peak = 0
         self._last = None
 
     # --------------------------------------------------------------------------------------------------------- the step
@@ -209,15 +215,16 @@ class Drafter:
         return active, requests, tokens, decode
 
     def _open(self, request_id: str, prompt_id: int, context: Sequence[int] | NDArray[Any], prompt_length: int) -> _Request:
-        prompt_ids = context[:prompt_length]
         if prompt_id not in self._prompts:
-            self.load({prompt_id: prompt_ids})
+            self.load({prompt_id: context[:prompt_length]})
         prompt = self._prompts[prompt_id]
+        # A resumed request hands in what it has generated as part of its prompt; the loaded prompt knows better.
+        prompt_length = prompt.length
         old = self._requests.pop(request_id, None)
         if old is not None:
             self.index.close(old.slot)
         slot = self.index.open(
-            prompt_id, context=self._tail(prompt_ids), weight=prompt.live_weight, searchable=self.options.siblings
+            prompt_id, context=self._tail(context[:prompt_length]), weight=prompt.live_weight, searchable=self.options.siblings
         )
         self.policy.start(slot, prompt_id)
         if slot >= len(self._weights):
@@ -254,7 +261,7 @@ class Drafter:
         # The time between two calls is that of the step between them, if it verified just what was drafted then and did
         # no prefill beside it.
         if self._last is not None and self._last[1:] == (n, n + total) and n == len(rows.request_ids):
-            self.cost.observe(n, n + total, now - self._last[0])
+            self.learner.observe(n, n + total, now - self._last[0])
 
     def _propose(
         self, rows: Rows, active: list[int], requests: list[_Request], slots: NDArray[np.int32], drafts: list[list[int]]
@@ -280,7 +287,9 @@ class Drafter:
                 drafts[active[i]] = tokens[starts[i] : starts[i] + length]
 
     def _budgets(self, requests: list[_Request], slots: NDArray[np.int32]) -> NDArray[np.float64] | None:
-        if self.options.budget_power == 0:
+        # While requests wait, every accepted token is worth the same. They have stopped waiting when the batch shrinks.
+        self._peak = max(self._peak, len(requests))
+        if self.options.budget_power == 0 or len(requests) == self._peak:
             return None
         if self._step % _WEIGHTS_EVERY == 1:
             left = [self._prompts[r.prompt_id].remaining.expect(r.known - r.prompt_length) for r in requests]
