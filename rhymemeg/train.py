@@ -7,8 +7,10 @@ Everything above `train` is checks and wiring; `train` is one step after the oth
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import warnings
 
 from rhymemeg.arch import ModelArch
 from rhymemeg.cli import parse
@@ -20,30 +22,41 @@ from rhymemeg.parallel.layout_checks import check_layout
 
 def train(config: Config, arch: ModelArch) -> None:
     """Run all steps of `config` in this rank. Returns when done; errors go through `parallel.failure`."""
+    quieten_libraries()
     from rhymemeg.observe.run import open_run
 
     with open_run(config, arch) as run:
         trainer, clock = run.trainer, run.clock
         for step in range(trainer.first_step, config.run.train_iters):
+            metrics: dict[str, float] = {}
             with clock.step():
+                if trainer.evaluation_is_due(step):
+                    with clock.phase("evaluate"):
+                        metrics |= trainer.evaluate()
                 with clock.phase("rollout"):
                     prompts = trainer.prompts_at(step)
                     samples = trainer.rollout(step, prompts)
                 with clock.phase("reward"):
-                    summaries, metrics = trainer.score(samples, prompts)
-                metrics |= trainer.learn(samples, summaries)
+                    summaries, numbers = trainer.score(samples, prompts)
+                metrics |= numbers | trainer.learn(samples, summaries)
                 with clock.phase("sync"):
                     metrics |= trainer.push_weights(step + 1)
-                if trainer.evaluation_is_due(step + 1):
-                    with clock.phase("evaluate"):
-                        metrics |= trainer.evaluate(step + 1)
                 with clock.phase("log"):
-                    run.write_samples(f"step_{step}", samples, prompts)
+                    run.write_samples(step, samples, prompts)
                 if trainer.checkpoint_is_due(step + 1):
                     with clock.phase("checkpoint"):
                         trainer.save(step + 1)
             run.log_step(step, metrics)
         run.finish()
+
+
+def quieten_libraries() -> None:
+    """Keep remarks of the libraries that concern no user of this program off the screen: that Transformer Engine, apex
+    and Triton are optional, and which of their own names are deprecated."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
 def main(argv: list[str] | None = None) -> int:

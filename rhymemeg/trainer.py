@@ -9,6 +9,7 @@ list is empty. Every method is called by all ranks, in the same order.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,14 @@ from rhymemeg.data.tokenizer import load_tokenizer
 from rhymemeg.errors import CheckpointError
 from rhymemeg.observe.clock import StepClock
 from rhymemeg.observe.display import Display
-from rhymemeg.observe.statistics import evaluation_metrics, reward_metrics, rollout_metrics, weighted_means
+from rhymemeg.observe.statistics import (
+    EngineWork,
+    engine_metrics,
+    evaluation_metrics,
+    reward_metrics,
+    rollout_metrics,
+    weighted_means,
+)
 from rhymemeg.parallel.actor import Actor
 from rhymemeg.parallel.checkpoint_folder import CheckpointFolder
 from rhymemeg.parallel.reference import ReferenceWeights
@@ -59,6 +67,7 @@ class Trainer:
     def __init__(self, config: Config, arch: ModelArch, runtime: Runtime, clock: StepClock, display: Display) -> None:
         self.config, self.arch, self.runtime, self.clock, self.display = config, arch, runtime, clock, display
         self._stack = contextlib.ExitStack()
+        self.engine_work: list[EngineWork] = []
         with clock.phase("loading prompts"):
             self.tokenizer = load_tokenizer(config.model.hf_checkpoint)
             limit = config.rollout.max_prompt_len
@@ -127,17 +136,30 @@ class Trainer:
         ]
         queue = assign_samples(samples, self.engine.num_engines)[self.engine.engine_index]
 
+        steps = 0
+
         def progress(now: Progress) -> None:
             self.display.progress(f"{now.finished}/{len(queue)} samples, {now.tokens:,} tokens, {now.running} running")
 
-        return run_samples(
+        def count(engine: RolloutEngine) -> bool:
+            nonlocal steps
+            steps += engine.has_unfinished()
+            return False
+
+        started = time.perf_counter()
+        finished = run_samples(
             self.engine,
             queue,
             SamplingOptions.from_config(self.config.rollout, temperature),
             seed,
             timeout=60 * self.config.rollout.rollout_timeout_minutes,
             progress=progress,
+            between_steps=count,
         )
+        # Waiting for the slowest engine belongs to the rollout, and is what the idle share measures.
+        work = EngineWork(self.engine.engine_index, steps, time.perf_counter() - started)
+        self.engine_work = self.runtime.all_gather_object(work)
+        return finished
 
     def score(
         self, samples: Sequence[Sample], prompts: Sequence[Prompt]
@@ -146,7 +168,8 @@ class Trainer:
         self.scorer.score(samples, prompts)
         summaries = share_summaries(samples, self.runtime)
         components = weighted_means(self.runtime.all_gather_object(component_sums(samples)))
-        return summaries, components | reward_metrics(summaries) | rollout_metrics(summaries)
+        metrics = components | reward_metrics(summaries) | rollout_metrics(summaries) | engine_metrics(self.engine_work)
+        return summaries, metrics
 
     # ------------------------------------------------------------------------------------------- after the training phase
 
@@ -154,12 +177,12 @@ class Trainer:
         """Every engine serves the actor's weights as `version` when this returns."""
         return self.sync.push(version)
 
-    def evaluation_is_due(self, steps_done: int) -> bool:
-        """Every --eval-interval steps, and after the last."""
+    def evaluation_is_due(self, step: int) -> bool:
+        """Before every --eval-interval-th step, the first included, and after the last."""
         interval = self.config.data.eval_interval
-        return interval > 0 and (steps_done % interval == 0 or steps_done == self.config.run.train_iters)
+        return interval > 0 and (step % interval == 0 or step == self.config.run.train_iters)
 
-    def evaluate(self, steps_done: int) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Sample and judge the held-out prompts with the weights that the engines have now: `eval/*`. The seeds are the
         same at every evaluation, so that the difference between two is less noisy than either."""
         assert self.held_out is not None
@@ -170,7 +193,7 @@ class Trainer:
         summaries = share_summaries(samples, self.runtime)
         components = weighted_means(self.runtime.all_gather_object(component_sums(samples)))
         renamed = {f"eval/{name.removeprefix('reward/')}": value for name, value in components.items()}
-        return {"eval/step": float(steps_done)} | renamed | evaluation_metrics(summaries)
+        return renamed | evaluation_metrics(summaries)
 
     def checkpoint_is_due(self, steps_done: int) -> bool:
         """Every --save-interval steps, and after the last if --save-final."""

@@ -46,15 +46,29 @@ class Run:
             self.directory.log(step, numbers)
         self.display.step(step, numbers)
 
-    def write_samples(self, name: str, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> None:
-        """samples/`name`.jsonl with the samples of all ranks (rank 0 collects and writes)."""
+    def write_samples(self, step: int, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> None:
+        """samples/step_N.jsonl with the samples of all ranks (rank 0 collects and writes), every
+        --save-samples-interval steps."""
+        interval = self.trainer.config.run.save_samples_interval
+        if not interval or step % interval:
+            return
         everyone = self.runtime.gather_object(list(samples), dst=0)
         if self.directory is not None and everyone is not None:
             ordered = sorted((s for part in everyone for s in part), key=lambda s: s.sample_id)
-            self.directory.write_samples(name, ordered, {p.prompt_id: p for p in prompts})
+            self.directory.write_samples(f"step_{step}", ordered, {p.prompt_id: p for p in prompts})
 
     def finish(self) -> None:
-        """Write summary.json and say where everything is."""
+        """Evaluate and export the model, write summary.json, and say where everything is."""
+        steps = self.trainer.config.run.train_iters
+        if self.trainer.first_step < steps and self.trainer.evaluation_is_due(steps):
+            with self.clock.phase("evaluate"):
+                held_out = self.trainer.evaluate()
+            if self.directory is not None:  # a line of its own: the weights after the last step
+                self.directory.log(steps, held_out)
+        if self.trainer.config.checkpoint.export_hf:
+            with self.clock.phase("export"):
+                exported = self.trainer.export()
+            self.display.note(f"Hugging Face model: {exported}")
         if self.directory is None:
             return
         summary = self.directory.write_summary("completed")
@@ -99,4 +113,9 @@ def open_run(config: Config, arch: ModelArch) -> Iterator[Run]:
         directory = RunDirectory(config, trainer.first_step) if first else None
         if directory is not None:
             stack.callback(directory.close)
-        yield Run(runtime, clock, display, trainer, directory)
+        try:
+            yield Run(runtime, clock, display, trainer, directory)
+        except BaseException as error:
+            if directory is not None:  # the steps so far are worth a summary whatever ended the run
+                directory.write_summary("stopped" if isinstance(error, SystemExit) else f"failed: {error}")
+            raise

@@ -1,7 +1,8 @@
 """The run directory, written by rank 0.
 
     config.yaml            every option as resolved
-    metrics.jsonl          a line a step, in order; steps after the resumed one are cut off when a run resumes
+    metrics.jsonl          a line a step, in order, and one of eval/* after the last; a run that resumes cuts off what
+                           lies after the step that it resumes at
     tensorboard/           the same numbers as TensorBoard events
     samples/step_N.jsonl   a line a sample
     summary.json           what the run came to
@@ -131,7 +132,7 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     rewards, evals = values("reward/mean"), [r for r in rows if r.get("eval/reward") is not None]
     phases = sorted({k for row in rows for k in row if k.startswith("timing_s/")})
     summary: dict[str, Any] = {
-        "steps": len(rows),
+        "steps": len(rewards),
         "reward_first_5_steps": mean(rewards[:5]),
         "reward_last_5_steps": mean(rewards[-5:]),
         "tokens_generated": int(sum(values("rollout/tokens"))),

@@ -7,6 +7,7 @@ errors (`_se`) are over prompts, since the samples of one prompt are not indepen
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -53,6 +54,28 @@ def rollout_metrics(summaries: Sequence[SampleSummary]) -> dict[str, float]:
         "rollout/response_len_p90": float(np.percentile(lengths, 90)),
         "rollout/response_len_max": float(lengths.max()),
         "rollout/truncated": float(np.mean([s.truncated for s in summaries])),
+    }
+
+
+@dataclass(frozen=True)
+class EngineWork:
+    """What the engine of a rank did in a window: engine steps with work, and seconds from the window's start until its
+    last sample was finished."""
+
+    engine: int
+    steps: int
+    seconds: float
+
+
+def engine_metrics(work: Sequence[EngineWork]) -> dict[str, float]:
+    """Idle shares of a window that lasts until the slowest engine is done, by seconds and by engine steps (which noise on
+    the machine does not touch), and the engine steps in all."""
+    engines = list({w.engine: w for w in work}.values())
+    seconds, steps = np.array([w.seconds for w in engines]), np.array([w.steps for w in engines])
+    return {
+        "rollout/idle_share": float(1 - seconds.mean() / max(seconds.max(), 1e-9)),
+        "rollout/idle_step_share": float(1 - steps.mean() / max(steps.max(), 1)),
+        "rollout/engine_steps": float(steps.sum()),
     }
 
 
