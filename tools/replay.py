@@ -121,9 +121,9 @@ class Engine:
                 )
             )
             drafts = {item[0]: draft for item, draft in zip(batch, proposals)}
-            for request_id, _, _, response in batch:
+            for request_id, prompt, _, response in batch:
                 if done[request_id] >= len(response):
-                    self.drafter.finish(request_id)
+                    self.drafter.finish(request_id, prompt)
             running = [item for item in running if done[item[0]] < len(item[3])]
 
 

@@ -4,7 +4,7 @@ Once an engine step it is told what every row of the batch emitted and answers w
 
     drafter.load({prompt_id: prompt token ids, ...})     before a window: index the prompts' history (threads, no GIL)
     drafts = drafter.step(rows)                          every engine step; a possibly empty list of token ids a row
-    drafter.finish(request_id)                           optional: the length of a finished request refines budgets
+    drafter.finish(request_id, prompt_id)                optional: the length of a finished request refines budgets
     drafter.release()                                    after the window: all prompts, or those given
 
 Requests are recognised by their id; one that appears for the first time, or whose tokens do not follow on from the last
@@ -144,13 +144,14 @@ class Drafter:
     def _tail(self, prompt_ids: Sequence[int] | NDArray[Any]) -> Sequence[int] | NDArray[Any]:
         return prompt_ids[-self.options.context :] if self.options.context else []
 
-    def finish(self, request_id: str) -> None:
-        """A request has ended (as opposed to being paused). What it generated stays with its prompt."""
-        request = self._requests.pop(request_id, None)
-        if request is not None:
-            prompt = self._prompts[request.prompt_id]
-            prompt.requests.discard(request_id)
-            prompt.remaining.add(request.known - request.prompt_length)
+    def finish(self, request_id: str, prompt_id: int) -> None:
+        """A request has ended (as opposed to being paused). What it generated stays with its prompt; its length refines
+        budgets. The engine may have appended "-" and more to the id."""
+        prompt = self._prompts.get(prompt_id)
+        for name in [] if prompt is None else [n for n in prompt.requests if f"{n}-".startswith(f"{request_id}-")]:
+            request = self._requests.pop(name)
+            prompt.requests.discard(name)  # type: ignore[union-attr]
+            prompt.remaining.add(request.known - request.prompt_length)  # type: ignore[union-attr]
             self.index.close(request.slot)
 
     def release(self, prompt_ids: Iterable[int] | None = None) -> None:

@@ -19,6 +19,7 @@ processors, and rejection methods other than the standard one.
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import numpy as np
@@ -114,8 +115,7 @@ class HistoSpecProposer:
         new: list[list[int]] = []
         rooms: list[int] = []
         for row, request_id in enumerate(ids):
-            ours = request_id.count("-") >= 2
-            new.append(sampled_token_ids[row] if ours else [])
+            new.append(sampled_token_ids[row] if _prompt_id(request_id) is not None else [])
             room = min(self.max_draft, self.max_model_len - lengths[row] - 1)
             state = requests.get(request_id)
             if state is not None and state.sampling_params is not None and state.sampling_params.max_tokens is not None:
@@ -132,7 +132,7 @@ class HistoSpecProposer:
                 new_tokens=new,
                 lengths=lengths,
                 rooms=rooms,
-                prompt_id=lambda row: SampleId.parse(ids[row]).prompt_id,
+                prompt_id=lambda row: _prompt_id(ids[row]) or 0,
                 context=context,
                 # What this step verified: the scheduler may have cut or dropped a draft, and pads with -1.
                 scheduled=[sum(token >= 0 for token in batch.spec_token_ids[row]) for row in range(count)],
@@ -148,6 +148,15 @@ class HistoSpecProposer:
         state = get_tp_group().broadcast_object(drafter.learner.state(), src=0)
         drafter.cost.set_state(state)
         drafter.learner.set_state(state)
+
+
+@functools.lru_cache(maxsize=4096)
+def _prompt_id(request_id: str) -> int | None:
+    """Prompt of a request of ours; None for any other request."""
+    try:
+        return SampleId.parse(request_id).prompt_id
+    except ValueError:
+        return None
 
 
 class HistoSpecWorkerExtension:

@@ -158,8 +158,11 @@ def test_release_forgets_prompts_and_requests() -> None:
     drafter = make(history=history_of([1, 2, 3]))
     drafter.load({5: PROMPT, 6: PROMPT}, threads=2)
     drafter.step(rows({"1-5-0": [1], "1-6-0": [1]}, [[1], [1]]))
-    drafter.finish("1-6-0")
-    drafter.finish("unknown")
+    drafter.finish("2-6-0", 6)
+    drafter.finish("1-6-0", 99)
+    assert drafter.index.num_open == 2, "no such request"
+    drafter.finish("1-6-0", 6)
+    assert drafter.index.num_open == 1
     drafter.release([6])
     assert drafter.index.num_prompts == 1
     drafter.release()
