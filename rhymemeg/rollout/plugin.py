@@ -15,7 +15,8 @@ a deterministic draft, q = one-hot(x): accept x with probability p(x), otherwise
 the bonus token. A placeholder has p = 0, so it is refused and nothing is taken out of p: the token after it is drawn
 from p. Drafts that come with probabilities (draft models) have no placeholders and keep vLLM's kernels.
 
-The fourth replacement is a name: tensor-parallel ranks on CPU meet in shared memory, under a name that is the same for
+Two more replacements change no result. The function that ranks a sampled token in the vocabulary loses its compilation,
+which costs seconds at the first token. And a name: tensor-parallel ranks on CPU meet in shared memory, under a name that is the same for
 every job on the machine when the launcher is torchrun. The port of the job's store makes it unique.
 """
 
@@ -88,4 +89,5 @@ def register() -> None:
     """Install the replacements in this process, where they are needed."""
     if vllm_compat.has_faulty_cpu_sampling():
         vllm_compat.replace_cpu_sampling(expand, random_sample, sample_recovered)
+        vllm_compat.replace_cpu_compiled_ranks()
         vllm_compat.replace_cpu_shared_memory_name(shared_memory_name)

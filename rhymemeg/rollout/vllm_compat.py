@@ -147,6 +147,17 @@ def replace_cpu_sampling(
         dispatcher.register_kernels({sampler + name: function for name, function in names.items()})
 
 
+def replace_cpu_compiled_ranks() -> None:
+    """Undo the compilation of the function that ranks the sampled token among the vocabulary: with log-probabilities on,
+    it costs seconds of compiling at the first token and then more in guards than it saves."""
+    import vllm.v1.sample.ops.logprobs as ops
+    import vllm.v1.sample.sampler as sampler
+
+    plain = getattr(ops.batched_count_greater_than, "_torchdynamo_orig_callable", None)
+    if plain is not None:
+        ops.batched_count_greater_than = sampler.batched_count_greater_than = plain
+
+
 def replace_cpu_shared_memory_name(unique: Callable[[str], str]) -> None:
     """Pass the names of the shared memory of tensor-parallel ranks through `unique`."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
@@ -203,6 +214,8 @@ class VllmEngine:
                 raise RolloutError(f"the engine has too little memory for its KV cache ({option}): {text}") from error
             raise ConfigError(f"vLLM refuses the engine: {text}") from error
         self._client = self._llm.engine_core
+        # vLLM's own shutdown, which would run when this object is collected, destroys all groups of torch.distributed.
+        self._client._finalizer.detach()
         self._core = self._client.engine_core
         self._tasks = self._llm.get_supported_tasks()
 
@@ -311,12 +324,15 @@ class VllmEngine:
         self._llm.wake_up(None if tags is None else list(tags))
 
     def close(self) -> None:
-        """Free the engine's memory and its process groups; torch.distributed itself stays."""
+        """Free the engine's memory and its process groups; those of the trainer stay."""
         from vllm.distributed.parallel_state import destroy_model_parallel
 
-        self._client.shutdown()
+        self._core.structured_output_manager.clear_backend()
+        self._core.model_executor.shutdown()
+        self._core.scheduler.shutdown()
         destroy_model_parallel()
         del self._core, self._client, self._llm
+        gc.unfreeze()  # vLLM froze what existed when it had started
         gc.collect()
 
 
