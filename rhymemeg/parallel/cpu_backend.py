@@ -132,6 +132,33 @@ def _all_to_all_single(
     )
 
 
+def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """Gloo gathers equal sizes only; the expert dispatcher gathers as many tokens as each rank happens to have."""
+    if all(out.shape == tensor.shape for out in outputs):
+        return dist.all_gather(outputs, tensor, group, async_op)
+    most = max(out.shape[0] for out in outputs)
+    padded = tensor.new_zeros(most, *tensor.shape[1:])
+    padded[: tensor.shape[0]] = tensor
+    parts = [torch.empty_like(padded) for _ in outputs]
+    dist.all_gather(parts, padded, group)
+    for out, part in zip(outputs, parts):
+        out.copy_(part[: out.shape[0]])
+    return None
+
+
+def _reduce_scatter(
+    output: torch.Tensor,
+    inputs: list[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Likewise for its inverse."""
+    whole = torch.cat(inputs)
+    dist.all_reduce(whole, op, group)
+    output.copy_(whole.split([part.shape[0] for part in inputs])[dist.get_rank(group)])
+
+
 def _make_views() -> None:
     cuda = _view(
         torch.cuda,
@@ -148,7 +175,9 @@ def _make_views() -> None:
         Event=_NoStream,
         stream=lambda stream: contextlib.nullcontext(),
     )
-    distributed = _view(dist, all_to_all_single=_all_to_all_single)
+    distributed = _view(
+        dist, all_to_all_single=_all_to_all_single, all_gather=_all_gather, reduce_scatter=_reduce_scatter
+    )
     factories = {name: _on_cpu(getattr(torch, name)) for name in FACTORIES}
     _views[id(torch)] = _view(torch, cuda=cuda, distributed=distributed, **factories)
     _views[id(torch.cuda)] = cuda

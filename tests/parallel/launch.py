@@ -1,0 +1,26 @@
+"""Starts a script of this folder under torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(
+    ranks: int, script: str, *arguments: str, timeout: float = 240, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `tests/parallel/<script>` on `ranks` processes and return what it wrote; a hang is a failure of the test."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run(
+        [*command, str(Path(__file__).parent / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},
+        check=False,
+    )
