@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python tools/bench_rollout_step.py --model launch/quickstart_model --batch-sizes 1,8,32,64
 
-One process, one engine. For each batch size, requests of random prompts run to a fixed length; printed are the median and
-the 90th percentile of a step in which all of them decode, tokens per second at the median, and the share of the median
-spent outside vLLM (this package's own Python). `--profile` prints where the time of the last batch size goes.
+One process, one engine. For each batch size, requests of random prompts run to a fixed length; printed are the median
+and the 90th percentile of a step in which all of them decode, tokens per second at the median, and the share of the
+median spent outside vLLM (this package's own Python). `--profile` prints where the time of the last batch size goes.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ the bonus token. A placeholder has p = 0, so it is refused and nothing is taken 
 from p. Drafts that come with probabilities (draft models) have no placeholders and keep vLLM's kernels.
 
 Two more replacements change no result. The function that ranks a sampled token in the vocabulary loses its compilation,
-which costs seconds at the first token. And a name: tensor-parallel ranks on CPU meet in shared memory, under a name that is the same for
-every job on the machine when the launcher is torchrun. The port of the job's store makes it unique.
+which costs seconds at the first token. And a name: tensor-parallel ranks on CPU meet in shared memory, under a name
+that is the same for every job on the machine when the launcher is torchrun. The port of the job's store makes it
+unique.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def prepare_environment(device_type: str) -> None:
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     if device_type == "cpu":
-        # Its warnings on CPU are about libraries that could be preloaded, about sleep mode, about Triton; its errors are
-        # dumps of the configuration beside the exception, which comes anyway.
+        # Its warnings on CPU are about libraries that could be preloaded, about sleep mode, about Triton; its errors
+        # are dumps of the configuration beside the exception, which comes anyway.
         defaults["VLLM_LOGGING_LEVEL"] = "CRITICAL"
         # Several ranks share the cores: vLLM must not pin each of them to all.
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -148,8 +148,8 @@ def replace_cpu_sampling(
 
 
 def replace_cpu_compiled_ranks() -> None:
-    """Undo the compilation of the function that ranks the sampled token among the vocabulary: with log-probabilities on,
-    it costs seconds of compiling at the first token and then more in guards than it saves."""
+    """Undo the compilation of the function that ranks the sampled token among the vocabulary: with log-probabilities
+    on, it costs seconds of compiling at the first token and then more in guards than it saves."""
     import vllm.v1.sample.ops.logprobs as ops
     import vllm.v1.sample.sampler as sampler
 
