@@ -135,7 +135,7 @@ _CORRECTION = re.compile(r"Wait, ([0-9]{1,4})")
 _ANSWER = re.compile(r"Answer: ([0-9]{1,4})\s*\Z")
 
 
-def verify(response: str, label: Any, **_: Any) -> dict[str, float]:
+def verify(response: str, label: Any) -> dict[str, float]:
     """Grade a response. Returns `score` (the reward, in [0, 1]) and its components: `accuracy` (1: the full mark was
     given), `progress` (share of the changes worked off before the first mistake), `format` (ends in `Answer: N`)."""
     ledger = label if isinstance(label, Ledger) else Ledger.from_label(label)

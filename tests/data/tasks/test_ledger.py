@@ -123,7 +123,7 @@ def test_a_solution_that_stops_gets_its_share(ledger: Ledger, seed: int, kept: i
 )
 def test_grading(response: str, steps: int, accuracy: float, format_: float) -> None:
     assert correct_steps(response, EXAMPLE) == steps
-    grade = verify(response, EXAMPLE.label, prompt=EXAMPLE.prompt)
+    grade = verify(response, EXAMPLE.label)
     assert (grade["accuracy"], grade["format"]) == (accuracy, format_)
     assert grade["score"] == pytest.approx(1.0 if accuracy else PARTIAL * steps / 3)
 
