@@ -1,14 +1,14 @@
 """What an engine step costs. Pure.
 
-`CostModel.step_seconds(c, q)`: seconds of one step of an engine that runs c requests with q query tokens each (1 without
-speculation, 1 + draft length with it). Measured on a grid, interpolated linearly between its points and continued
-beyond them with the affine form b + a c that fits the grid best.
+`CostModel.step_seconds(c, q)`: seconds of one step of an engine that runs c requests with q query tokens each (1
+without speculation, 1 + draft length with it). Measured on a grid, interpolated linearly between its points and
+continued beyond them with the affine form b + a c that fits the grid best.
 
-The affine form also prices a whole engine: with W tokens to make, the longest response M and C slots it is busy for about
-b x max(M, W / C) + a x W.
+The affine form also prices a whole engine: with W tokens to make, the longest response M and C slots it is busy for
+about b x max(M, W / C) + a x W.
 
-Profiles are JSON, never code: {"name", "concurrency": [...], "query": [...], "seconds": [[...]], "prefill_seconds_per_token"}.
-`load_profile` raises ConfigError naming the file and the field.
+Profiles are JSON, never code: {"name", "concurrency": [...], "query": [...], "seconds": [[...]],
+"prefill_seconds_per_token"}. `load_profile` raises ConfigError naming the file and the field.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         def ascending(values: tuple[float, ...]) -> bool:
-            return len(values) > 0 and all(v > 0 for v in values) and all(a < b for a, b in zip(values, values[1:]))
+            return len(values) > 0 and all(v > 0 for v in values) and all(a < b for a, b in pairwise(values))
 
         if not ascending(self.concurrency) or not ascending(self.query):
             raise ValueError("concurrency and query must be positive and ascending")
@@ -145,7 +146,8 @@ def profile_from_steps(name: str, steps: Iterable[StepTiming], prefill_seconds_p
             buckets.setdefault(step.running.bit_length(), []).append((step.running, step.seconds))
     if not buckets:
         raise ValueError("no decode steps to make a cost profile from")
-    concurrency, seconds = [], []
+    concurrency: list[float] = []
+    seconds: list[float] = []
     for _, entries in sorted(buckets.items()):
         concurrency.append(float(np.median([c for c, _ in entries])))
         seconds.append(max(float(np.median([s for _, s in entries])), seconds[-1] if seconds else 0.0))

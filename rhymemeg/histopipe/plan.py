@@ -26,9 +26,9 @@ Layout = Literal["spread", "group"]
 
 @dataclass(frozen=True, eq=False)
 class Requests:
-    """Responses that have tokens already, one entry a response in each array: carried over from the step before or started
-    early. `engine` holds their keys and values (-1: none). `references` [K, R]: lengths that tell how long they may get
-    (finished siblings, last epoch), NaN-padded."""
+    """Responses that have tokens already, one entry a response in each array: carried over from the step before or
+    started early. `engine` holds their keys and values (-1: none). `references` [K, R]: lengths that tell how long they
+    may get (finished siblings, last epoch), NaN-padded."""
 
     step: Ints
     prompt_id: Ints
@@ -40,11 +40,14 @@ class Requests:
     @classmethod
     def of(cls, entries: Iterable[tuple[SampleId, int, int, Iterable[float]]] = ()) -> Requests:
         """From (sample id, engine, tokens, reference lengths)."""
-        rows = [(s.step, s.prompt_id, s.sample_index, engine, tokens, list(refs)) for s, engine, tokens, refs in entries]
+        rows = [
+            (s.step, s.prompt_id, s.sample_index, engine, tokens, list(refs)) for s, engine, tokens, refs in entries
+        ]
         width = max((len(row[5]) for row in rows), default=0)
         references = np.array([row[5] + [math.nan] * (width - len(row[5])) for row in rows], np.float64)
         numbers = np.array([row[:5] for row in rows], np.int64).reshape(len(rows), 5)
-        return cls(*(numbers[:, i].copy() for i in range(5)), references.reshape(len(rows), width))
+        step, prompt_id, sample_index, at, tokens = numbers.T.copy()
+        return cls(step, prompt_id, sample_index, at, tokens, references.reshape(len(rows), width))
 
     def __len__(self) -> int:
         return len(self.step)
@@ -66,8 +69,8 @@ class Requests:
 
 @dataclass(frozen=True, eq=False)
 class PlanRequest:
-    """Everything a plan depends on. The order of `prompt_ids`, of the columns of `history` and of the entries of `resumed`
-    and `finished_early` does not matter.
+    """Everything a plan depends on. The order of `prompt_ids`, of the columns of `history` and of the entries of
+    `resumed` and `finished_early` does not matter.
 
     step, seed          `random` draws its order from these two
     prompt_ids [P]      the step's prompts, distinct; each has `samples_per_prompt` samples
@@ -77,8 +80,9 @@ class PlanRequest:
     carry_share         rho: at the close at most floor(rho x P x n) samples of this step may be unfinished; 0: strict
     early_share         engines that run out of work may start this share of the next step's samples; 0: none
     next_*              the next step, needed where early_share > 0
-    keep_place          resumed responses stay on their engine (their keys and values may still be there); otherwise they
-                        are spread anew, longest first
+    keep_place          resumed responses stay on their engine, for engines that keep keys and values over a weight
+                        update. Otherwise these are computed again wherever the response resumes, so it costs nothing to
+                        spread them anew, longest first
     two_tier            `paper` only: tier 2; without it every ranking group gets the same number of engines
     """
 
@@ -92,14 +96,14 @@ class PlanRequest:
     policy: str = "complement"
     layout: Layout = "spread"
     cost: CostModel = ENGINE_STEPS
-    feedback: Feedback = Feedback()
+    feedback: Feedback = field(default_factory=Feedback)
     resumed: Requests = field(default_factory=Requests.of)
     finished_early: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     carry_share: float = 0.0
     early_share: float = 0.0
     next_prompt_ids: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     next_history: Floats = field(default_factory=lambda: np.zeros((0, 0)))
-    keep_place: bool = True
+    keep_place: bool = False
     seed: int = 0
     ranking_groups: int = 8
     two_tier: bool = True
@@ -107,8 +111,8 @@ class PlanRequest:
 
 @dataclass(frozen=True, eq=False)
 class Queue:
-    """Samples in start order, engine after engine: engine e starts entries offsets[e] .. offsets[e + 1]. `row` indexes the
-    plan's prompts. A shared queue has one part only, from which every engine pulls."""
+    """Samples in start order, engine after engine: engine e starts entries offsets[e] .. offsets[e + 1]. `row` indexes
+    the plan's prompts. A shared queue has one part only, from which every engine pulls."""
 
     offsets: Ints
     row: Ints
@@ -124,8 +128,8 @@ class Queue:
 
 @dataclass(frozen=True, eq=False)
 class RankingGroups:
-    """What `paper` decided: ranking group of each prompt [P], engines of each group [N] (first, number), its predicted and
-    its target time [N], and the slope d of the targets."""
+    """What `paper` decided: ranking group of each prompt [P], engines of each group [N] (first, number), its predicted
+    and its target time [N], and the slope d of the targets."""
 
     of_prompt: Ints
     first_engine: Ints

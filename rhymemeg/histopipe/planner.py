@@ -3,7 +3,7 @@
 1. Prompts are sorted by id, resumed responses by sample id: from here on the order of the inputs cannot matter.
 2. Lengths are predicted (`predict`); resumed responses are put on their engines.
 3. The policy places the samples that have not started.
-4. Where `early_share` > 0 the same policy places part of the next step's samples, to be started by engines that run out.
+4. Where `early_share` > 0 the same policy places part of the next step's samples, for engines that run out of work.
 
 Raises ConfigError for options out of range and ValueError for arrays that contradict each other; never for lengths.
 """
@@ -26,7 +26,10 @@ def plan(request: PlanRequest) -> Plan:
     _check(request)
     prompt_ids, history = _sorted_prompts(request.prompt_ids, request.history)
     prediction = predict(
-        history, request.max_response_len, request.feedback.growth, request.feedback.trusted and request.policy != "random"
+        history,
+        request.max_response_len,
+        request.feedback.growth,
+        request.feedback.trusted and request.policy != "random",
     )
     resumed, offsets, rest, moved = _place_resumed(request)
     work = np.bincount(resumed.engine, weights=rest, minlength=request.num_engines).astype(np.float64)
@@ -103,7 +106,9 @@ def _check(request: PlanRequest) -> None:
     for name in ("", "next_"):
         ids, history = getattr(request, name + "prompt_ids"), getattr(request, name + "history")
         if np.ndim(ids) != 1 or np.ndim(history) != 2 or len(ids) != len(history):
-            raise ValueError(f"{name}prompt_ids {np.shape(ids)} and {name}history {np.shape(history)}: want [P] and [P, H]")
+            raise ValueError(
+                f"{name}prompt_ids {np.shape(ids)} and {name}history {np.shape(history)}: want [P] and [P, H]"
+            )
         if len(np.unique(ids)) != len(ids):
             raise ValueError(f"{name}prompt_ids: a prompt occurs twice in the step")
     if np.ndim(request.finished_early) != 2 or np.shape(request.finished_early)[1] != 2:
@@ -116,9 +121,9 @@ def _sorted_prompts(prompt_ids: Ints, history: Floats) -> tuple[Ints, Floats]:
 
 
 def _place_resumed(request: PlanRequest) -> tuple[Requests, Ints, Floats, int]:
-    """Resumed responses with their engines, sorted by engine and longest remaining first; offsets; remaining tokens; how
-    many change engine. A response whose engine does not exist (any more) or that need not keep its place goes to the
-    engine with the fewest of them, longest first."""
+    """Resumed responses with their engines, sorted by engine and longest remaining first; offsets; remaining tokens;
+    how many change engine. A response whose engine does not exist (any more) or that need not keep its place goes to
+    the engine with the fewest of them, longest first."""
     requests, engines = request.resumed, request.num_engines
     order = np.lexsort((requests.sample_index, requests.prompt_id, requests.step))
     requests = requests.take(order)
@@ -129,19 +134,25 @@ def _place_resumed(request: PlanRequest) -> tuple[Requests, Ints, Floats, int]:
     rest = remaining(requests.tokens, requests.references, request.max_response_len)
     before, engine = requests.engine, requests.engine.copy()
     adrift = (engine < 0) | (engine >= engines) | (not request.keep_place)
-    count = np.bincount(engine[~adrift], minlength=engines)
     loose = np.flatnonzero(adrift)
-    for index in loose[np.argsort(-rest[loose], kind="stable")] if len(loose) <= 4 * engines else ():
-        engine[index] = int(np.argmin(count))
-        count[engine[index]] += 1
-    if len(loose) > 4 * engines:  # e.g. a checkpoint of many engines resumed on few: dealt out in rounds
-        ranked = loose[np.argsort(-rest[loose], kind="stable")]
-        engine[ranked] = np.resize(np.argsort(count, kind="stable"), len(ranked))
+    ranked = loose[np.argsort(-rest[loose], kind="stable")]
+    engine[ranked] = _fewest_first(np.bincount(engine[~adrift], minlength=engines), len(ranked))
     final = np.lexsort((np.arange(len(engine)), -rest, engine))
     offsets = np.zeros(engines + 1, np.int64)
     np.cumsum(np.bincount(engine, minlength=engines), out=offsets[1:])
     placed = replace(requests, engine=engine).take(final)
     return placed, offsets, rest[final], int(((engine != before) & (before >= 0)).sum())
+
+
+def _fewest_first(count: Ints, number: int) -> Ints:
+    """Engines that the next `number` items go to when each goes to the engine with the fewest, `count` [E] at first."""
+    level = int(count.min()) + 1
+    while int(np.maximum(level - count, 0).sum()) < number:
+        level += max(1, (number - int(np.maximum(level - count, 0).sum())) // len(count))
+    places = np.maximum(level - count, 0)
+    engine = np.repeat(np.arange(len(count)), places)
+    height = count[engine] + np.arange(len(engine)) - np.repeat(np.cumsum(places) - places, places)
+    return engine[np.lexsort((engine, height))][:number]
 
 
 def _to_place(request: PlanRequest, prompt_ids: Ints) -> tuple[Ints, Ints]:
@@ -169,8 +180,8 @@ def _to_place(request: PlanRequest, prompt_ids: Ints) -> tuple[Ints, Ints]:
 
 
 def _place_early(request: PlanRequest, given: PlaceInput, placed: PlaceOutput) -> tuple[Ints, Queue]:
-    """The next step's samples that may start early: the predicted shortest. One that starts late in this window must end
-    in the next, so that a long one would keep the next window open; and short ones make the fewest stale tokens."""
+    """The next step's samples that may start early: the predicted shortest. One that starts late in this window must
+    end in the next, so that a long one would keep the next window open; and short ones make the fewest stale tokens."""
     parts = 1 if placed.shared else request.num_engines
     total = len(request.next_prompt_ids) * request.samples_per_prompt
     wanted = max_unfinished(request.early_share, total)
@@ -178,7 +189,10 @@ def _place_early(request: PlanRequest, given: PlaceInput, placed: PlaceOutput) -
         return np.zeros(0, np.int64), Queue(np.zeros(parts + 1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
     prompt_ids, history = _sorted_prompts(request.next_prompt_ids, request.next_history)
     prediction: Prediction = predict(
-        history, request.max_response_len, request.feedback.growth, request.feedback.trusted and request.policy != "random"
+        history,
+        request.max_response_len,
+        request.feedback.growth,
+        request.feedback.trusted and request.policy != "random",
     )
     index = np.arange(total, dtype=np.int32)
     n = request.samples_per_prompt

@@ -1,7 +1,7 @@
 """Predicted response lengths, from the lengths of last epoch. Pure.
 
-In: `history` [P, H] float, the lengths in tokens of last epoch's responses to each prompt, in any order, NaN where there
-is none. Lengths that are not finite or not positive count as missing; longer ones than the cap count as the cap.
+In: `history` [P, H] float, the lengths in tokens of last epoch's responses to each prompt, in any order, NaN where
+there is none. Lengths that are not finite or not positive count as missing; longer ones than the cap count as the cap.
 Out: arrays [P]. Nothing raises on bad lengths: a bad prediction costs time, never a sample.
 
 About two thirds of the variance of log-length belong to the prompt and a quarter to sampling noise, so predictions rank
@@ -14,12 +14,13 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64] | npt.NDArray[np.int32]
+Ints = npt.NDArray[np.signedinteger[Any]]
 
 GROWTH_RANGE = (0.25, 4.0)
 """Bounds of the growth factor: one odd window must not throw every prediction to the cap."""
@@ -65,7 +66,7 @@ def predict(history: npt.ArrayLike, cap: int, growth: float = 1.0, trust: bool =
     lengths = np.clip(lengths * _clean_growth(growth), 1.0, float(cap))
     # Sorted rows make every sum independent of the order in which last epoch's samples were listed.
     lengths = np.sort(lengths, axis=1)
-    known = ~np.isnan(lengths).all(axis=1) if lengths.shape[1] else np.zeros(lengths.shape[0], bool)
+    known: npt.NDArray[np.bool_] = np.isfinite(lengths).sum(axis=1) > 0
     if not known.any():
         constant = np.full(lengths.shape[0], cap / 4)
         return Prediction(constant, constant, constant, known)
@@ -94,18 +95,18 @@ def _row_median(sorted_rows: Floats) -> Floats:
 
 
 def remaining(tokens: Ints, references: npt.ArrayLike, cap: int) -> Floats:
-    """Tokens that requests with `tokens` [K] tokens so far still need. `references` [K, R]: lengths of finished siblings
-    and of last epoch, NaN where there are fewer. Mean of the references above what the request has, minus what it has;
-    none above: a quarter of what it has. Between 1 and what the cap leaves."""
-    tokens = np.asarray(tokens, dtype=np.float64)
-    if tokens.size == 0:
+    """Tokens that requests with `tokens` [K] tokens so far still need. `references` [K, R]: lengths of finished
+    siblings and of last epoch, NaN where there are fewer. Mean of the references above what the request has, minus what
+    it has; none above: a quarter of what it has. Between 1 and what the cap leaves."""
+    made = np.asarray(tokens, dtype=np.float64)
+    if made.size == 0:
         return np.zeros(0)
-    lengths = usable(np.reshape(np.asarray(references, dtype=np.float64), (len(tokens), -1)), cap)
-    above = np.where(lengths > tokens[:, None], lengths, 0.0)
+    lengths = usable(np.reshape(np.asarray(references, dtype=np.float64), (len(made), -1)), cap)
+    above = np.where(lengths > made[:, None], lengths, 0.0)
     count = (above > 0).sum(axis=1)
     with np.errstate(invalid="ignore", divide="ignore"):
-        rest = np.where(count > 0, above.sum(axis=1) / count - tokens, tokens / 4)
-    return np.clip(rest, 1.0, np.maximum(cap - tokens, 1.0))
+        rest = np.where(count > 0, above.sum(axis=1) / count - made, made / 4)
+    return np.clip(rest, 1.0, np.maximum(cap - made, 1.0))
 
 
 def rank_correlation(predicted: npt.ArrayLike, actual: npt.ArrayLike) -> float:
@@ -141,8 +142,9 @@ class Feedback:
         return not self.rank_correlation <= 0.0
 
     def after(self, last_epoch: npt.ArrayLike, actual: npt.ArrayLike) -> Feedback:
-        """Once a window's samples are complete: `actual` [N] their lengths, `last_epoch` [N] the mean length of the same
-        prompt in last epoch (without growth; NaN: unknown, left out). A window without any known pair changes nothing."""
+        """Once a window's samples are complete: `actual` [N] their lengths, `last_epoch` [N] the mean length of the
+        same prompt in last epoch (without growth; NaN: unknown, left out). A window without any known pair changes
+        nothing."""
         before, now = np.asarray(last_epoch, np.float64), np.asarray(actual, np.float64)
         both = np.isfinite(before) & np.isfinite(now) & (before > 0) & (now > 0)
         if not both.any():
@@ -176,9 +178,9 @@ class CarryControl:
     """How large a share of a step's samples a window may leave unfinished.
 
     A window can only close early if what is still running is more than what runs to the cap anyway: if 2 % of the
-    responses reach the cap and 1 % may be carried, every window waits for a response of full length. So the share in use
-    is `margin` plus twice the recent share of capped responses, at most `limit`, which is the user's staleness setting;
-    limit = 0 is the strict mode."""
+    responses reach the cap and 1 % may be carried, every window waits for a response of full length. So the share in
+    use is `margin` plus twice the recent share of capped responses, at most `limit`, which is the user's staleness
+    setting; limit = 0 is the strict mode."""
 
     limit: float
     margin: float = 0.02

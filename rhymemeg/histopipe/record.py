@@ -82,7 +82,8 @@ class WindowRecord:
 
     @property
     def step_idle_share(self) -> float:
-        """The same counted in engine steps: steps that engines made less than the busiest one. NaN where not counted."""
+        """The same counted in engine steps: steps that engines made less than the busiest one. NaN where not
+        counted."""
         most = max(self.engine_steps, default=0)
         return 1 - sum(self.engine_steps) / (most * len(self.engine_steps)) if most else math.nan
 
@@ -124,7 +125,7 @@ class WindowRecord:
         """Inverse of `to_json`. ValueError, KeyError or TypeError on anything else."""
         entry: dict[str, Any] = json.loads(line)
         names = {f.name: f.type for f in fields(cls)}
-        values = {k: (math.nan if v is None else v) for k, v in entry.items() if k in names}
+        values: dict[str, Any] = {k: (math.nan if v is None else v) for k, v in entry.items() if k in names}
         values["idle_seconds"] = tuple(map(float, entry["idle_seconds"]))
         values["engine_steps"] = tuple(map(int, entry.get("engine_steps", ())))
         values["spans"] = tuple(Span(*span) for span in entry.get("spans", ()))
@@ -132,8 +133,8 @@ class WindowRecord:
 
 
 def read_windows(path: str | Path) -> list[WindowRecord]:
-    """All records of a windows.jsonl. A last line that was cut off (a run that was killed) is left out; DataError names the
-    file and the line of any other that is not a record."""
+    """All records of a windows.jsonl. A last line that was cut off (a run that was killed) is left out; DataError names
+    the file and the line of any other that is not a record."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:

@@ -1,8 +1,8 @@
 """Event-driven engines under the trainer's planner (`planner.plan`) and the trainer's window rules (`window`).
 
-An engine with c running requests makes `tokens_per_step(c)` tokens for each of them in `step_seconds(c)`: between two of
-its events all its requests advance alike, so its events are only its next finish, found in a heap of its own. A heap of
-engines gives the next event of all. Prefill (prompts, and the tokens of resumed responses) stalls the engine for its
+An engine with c running requests makes `tokens_per_step(c)` tokens for each of them in `step_seconds(c)`: between two
+of its events all its requests advance alike, so its events are only its next finish, found in a heap of its own. A heap
+of engines gives the next event of all. Prefill (prompts, and the tokens of resumed responses) stalls the engine for its
 length. What an engine step would round up, polling, and the training phase itself are left out.
 
 In: `Setting` and an iterator of step lengths. Out: a `WindowRecord` a window. Deterministic.
@@ -50,8 +50,9 @@ class Speculation:
 
 @dataclass(frozen=True)
 class Setting:
-    """One simulated configuration. `carry` is the limit of rho; `early` the share of the next step that may start early;
-    `migrate`: the paper's outliers move on. `recompute`: keys and values of resumed responses are computed again."""
+    """One simulated configuration. `carry` is the limit of rho; `early` the share of the next step that may start
+    early; `migrate`: the paper's outliers move on. `recompute`: keys and values of resumed responses are computed
+    again."""
 
     policy: str = "complement"
     layout: Layout = "spread"
@@ -61,8 +62,10 @@ class Setting:
     steal: bool = True
     migrate: bool = False
     two_tier: bool = True
-    keep_place: bool = True
+    keep_place: bool = False
     recompute: bool = True
+    adapt: bool = True
+    """Growth and trust are learned from past windows."""
     engines: int = 32
     slots: int = 256
     samples: int = 16
@@ -86,8 +89,8 @@ class _Response:
 
 @dataclass
 class _Engine:
-    """`progress` counts tokens that each running request has made since the window began; `ends` holds (progress at which
-    it finishes or crosses its outlier limit, key). `clock` may lie ahead of the event being handled: prefill."""
+    """`progress` counts tokens that each running request has made since the window began; `ends` holds (progress at
+    which it finishes or crosses its outlier limit, key). `clock` may lie ahead of the event being handled: prefill."""
 
     ledger: EngineLedger[int]
     clock: float = 0.0
@@ -182,7 +185,8 @@ class Simulator:
         window = _Window(self, decided, per_step)
         window.run()
         record = window.account(now)
-        self.feedback = window.feedback
+        if self.setting.adapt:
+            self.feedback = window.feedback
         self.carry = self.carry.after(now.actual.ravel(), self.setting.cap)
         self.unfinished, self.finished_early = window.left, window.done_early
         self.step += 1
@@ -215,12 +219,15 @@ class _Window:
         self.shared_early: deque[int] = deque(early_keys if decided.shared else ())
         self.engines: list[_Engine] = []
         for e in range(s.engines):
-            parts = [list(resumed_keys[decided.resumed_offsets[e] : decided.resumed_offsets[e + 1]]), [], []]
+            resumed = resumed_keys[decided.resumed_offsets[e] : decided.resumed_offsets[e + 1]]
+            queue: list[int] = []
+            early: list[int] = []
             if not decided.shared:
-                parts[1] = queue_keys[decided.queue.offsets[e] : decided.queue.offsets[e + 1]]
-                parts[2] = early_keys[decided.early.offsets[e] : decided.early.offsets[e + 1]]
-            self.engines.append(_Engine(EngineLedger(e, s.slots, *parts, s.early_in_free_slots)))
+                queue = queue_keys[decided.queue.offsets[e] : decided.queue.offsets[e + 1]]
+                early = early_keys[decided.early.offsets[e] : decided.early.offsets[e + 1]]
+            self.engines.append(_Engine(EngineLedger(e, s.slots, resumed, queue, early, s.early_in_free_slots)))
         self.backlog = np.array([engine.ledger.backlog for engine in self.engines], np.int64)
+        self.early_backlog = np.array([engine.ledger.early_backlog for engine in self.engines], np.int64)
         self.unfinished = len(queue_keys) + len(resumed_keys)
         self.due = len(resumed_keys)
         self.not_started = self.unfinished
@@ -229,7 +236,8 @@ class _Window:
 
     def _resumed_keys(self) -> list[int]:
         r, n = self.plan.resumed, self.setting.samples
-        return (r.prompt_id * n + r.sample_index).tolist()  # prompt ids count up over steps: this is step * per_step + ...
+        keys: list[int] = (r.prompt_id * n + r.sample_index).tolist()  # prompt ids count on over the steps
+        return keys
 
     def _prepare_migration(self) -> None:
         groups, n = self.plan.groups, self.setting.samples
@@ -315,7 +323,11 @@ class _Window:
             engine.ends[:] = [entry for entry in engine.ends if entry[1] not in (key, -key - 1)]
             heapq.heapify(engine.ends)
         length = self.sim.lengths[key // self.per_step][key % self.per_step]
-        made = length - before if outcome == "finished" else min(int(engine.progress - progress + 1e-6), length - before - 1)
+        made = (
+            length - before
+            if outcome == "finished"
+            else min(int(engine.progress - progress + 1e-6), length - before - 1)
+        )
         made = max(made, 0)
         if engine.ledger.engine < self.setting.span_engines:
             kind = "early" if key // self.per_step > self.step else ("resumed" if key in self.had else "new")
@@ -340,6 +352,7 @@ class _Window:
             step, index = divmod(key, self.per_step)
             if step > self.step:
                 self.early_started += 1
+                self.early_backlog[e] = ledger.early_backlog
             else:
                 self.not_started -= 1
                 self.backlog[e] = ledger.backlog
@@ -378,11 +391,13 @@ class _Window:
                 engine.ledger.accept([self.shared_early.popleft()], early=True)
                 return True
             return False
-        if not s.steal or self.not_started == 0:
+        if not s.steal:
             return False
+        if self.not_started == 0:
+            return self._steal_early(e)
         choice = choose_victim(self.backlog, e)
         if choice is None:
-            return False
+            return self._steal_early(e)
         victim, number = choice
         keys = self.engines[victim].ledger.grant(e, number)
         if not keys:
@@ -391,6 +406,19 @@ class _Window:
         self.engines[victim].ledger.acknowledge(e)
         self.backlog[victim], self.backlog[e] = self.engines[victim].ledger.backlog, engine.ledger.backlog
         self.stolen += len(keys)
+        return True
+
+    def _steal_early(self, e: int) -> bool:
+        ledger = self.engines[e].ledger
+        if not ledger.wants_early():
+            return False
+        choice = choose_victim(self.early_backlog, e)
+        if choice is None:
+            return False
+        victim, number = choice
+        ledger.accept(self.engines[victim].ledger.give_early(number), early=True)
+        for changed in (victim, e):
+            self.early_backlog[changed] = self.engines[changed].ledger.early_backlog
         return True
 
     # ------------------------------------------------------------------------------------------------ outliers (paper)
@@ -455,19 +483,23 @@ class _Window:
     def account(self, now: StepLengths) -> WindowRecord:
         """The record of the closed window; sets `feedback`."""
         s, sim = self.setting, self.sim
-        keys = np.array(self.finished, np.int64)
-        trained = np.array([sim.lengths[k // self.per_step][k % self.per_step] for k in self.finished], np.float64)
+
+        def length(key: int) -> int:
+            return sim.lengths[key // self.per_step][key % self.per_step]
+
         early = set(sim.finished_early)
-        stale = sum(self.first_had.get(k, 0) for k in self.finished if k not in early)
-        stale += sum(sim.lengths[k // self.per_step][k % self.per_step] for k in early)
-        means = np.array([_mean(sim.history[k // self.per_step][(k % self.per_step) // s.samples]) for k in self.finished])
-        before = sum(self.first_had.values())
-        after = sum(r.tokens for r in self.left)
-        early_made = sum(sim.lengths[k // self.per_step][k % self.per_step] for k in self.done_early)
-        fresh = sum(sim.lengths[k // self.per_step][k % self.per_step] for k in self.finished if k not in early)
-        generated = fresh + early_made + after - before
-        predicted = means * sim.feedback.growth
+        trained = np.array([length(k) for k in self.finished], np.float64)
+        stale = sum(length(k) if k in early else self.first_had.get(k, 0) for k in self.finished)
+        made = sum(length(k) for k in self.finished if k not in early) + sum(length(k) for k in self.done_early)
+        generated = made + sum(r.tokens for r in self.left) - sum(self.first_had.values())
+        mean_of = {step: _row_means(history) for step, history in sim.history.items()}
+        means = np.array([mean_of[k // self.per_step][k % self.per_step // s.samples] for k in self.finished])
         known = np.isfinite(means)
+        error = correlation = math.nan
+        if known.any():
+            difference = np.abs(means * sim.feedback.growth - trained)[known]
+            error = float(difference.mean() / trained[known].mean())
+            correlation = rank_correlation(means[known], trained[known])
         self.feedback = sim.feedback.after(means, trained)
         return WindowRecord(
             step=self.step,
@@ -476,10 +508,10 @@ class _Window:
             num_engines=s.engines,
             seconds=self.seconds,
             idle_seconds=tuple(engine.idle for engine in self.engines),
-            samples=len(keys),
+            samples=len(trained),
             tokens=int(trained.sum()),
-            generated_tokens=int(generated),
-            stale_tokens=int(stale),
+            generated_tokens=generated,
+            stale_tokens=stale,
             recomputed_tokens=self.recomputed,
             mean_length=float(trained.mean()) if len(trained) else math.nan,
             mean_length_started=float(now.actual.mean()),
@@ -490,17 +522,19 @@ class _Window:
             stolen=self.stolen,
             migrated=self.migrated + self.plan.moved,
             growth=sim.feedback.growth,
-            prediction_error=float(np.abs(predicted - trained)[known].mean() / trained[known].mean()) if known.any() else math.nan,
-            rank_correlation=rank_correlation(means[known], trained[known]) if known.any() else math.nan,
+            prediction_error=error,
+            rank_correlation=correlation,
             plan_digest=self.plan.digest,
             engine_steps=tuple(round(engine.steps) for engine in self.engines),
             spans=tuple(self.spans),
         )
 
 
-def _mean(history: Floats) -> float:
-    known = history[np.isfinite(history)]
-    return float(known.mean()) if known.size else math.nan
+def _row_means(history: Floats) -> Floats:
+    known = np.isfinite(history)
+    count = known.sum(axis=1)
+    total = np.where(known, history, 0.0).sum(axis=1)
+    return np.where(count > 0, total / np.maximum(count, 1), math.nan)
 
 
 def simulate(setting: Setting, steps: Iterator[StepLengths], windows: int) -> list[WindowRecord]:

@@ -6,9 +6,10 @@ One window, seen from one engine (`EngineLedger`):
     count    publish `Counts`; all three numbers of this step only ever fall, so sums of old readings are never too low
     close    as soon as the summed counts pass `may_close`, whoever sees it first says so, once; everybody stops at its
              next poll, and what still runs is paused with its tokens (`EngineLedger.close`)
-    steal    an engine with free slots and an empty queue asks the one with the longest queue (`choose_victim`); the asked
-             one gives the end of its queue (`grant`) and goes on counting those until the thief has them (`acknowledge`)
-    migrate  `paper` only: a running response that outgrew its ranking group moves on (`outliers`)
+    steal    an engine with free slots and an empty queue asks the one with the longest queue (`choose_victim`); the
+             asked one gives the end of its queue (`grant`) and goes on counting those until the thief has them
+             (`acknowledge`)
+    migrate  `paper` only: a running response that outgrew its ranking group moves on (`is_outlier`)
 
 Staleness. A response that started in this window may be carried into the next and must end there; one that was resumed
 must end in this window, which therefore waits for it. So a response spans at most two windows, and a window leaves at
@@ -65,9 +66,9 @@ def may_close(counts: Counts, max_unfinished: int) -> bool:
 
 
 def choose_victim(backlog: npt.NDArray[np.int64], thief: int) -> tuple[int, int] | None:
-    """Whom an engine asks for work, and for how many requests. `backlog` [E]: published `EngineLedger.backlog`. Half the
-    difference to the longest (the first of several), so that work only moves from a longer queue to a shorter one; None
-    where no queue is longer."""
+    """Whom an engine asks for work, and for how many requests. `backlog` [E]: published `EngineLedger.backlog`. Half
+    the difference to the longest (the first of several), so that work only moves from a longer queue to a shorter one;
+    None where no queue is longer."""
     victim = int(np.argmax(backlog))
     number = (int(backlog[victim]) - int(backlog[thief]) + 1) // 2
     return (victim, number) if number > 0 else None
@@ -168,7 +169,8 @@ class EngineLedger(Generic[Key]):
         return key
 
     def finish(self, key: Key) -> bool:
-        """A running request is complete; True if it is of this step, False if of the next. KeyError if it is not running."""
+        """A running request is complete; True if it is of this step, False if of the next. KeyError if it is not
+        running."""
         if key in self._running_early:
             del self._running_early[key]
             return False
@@ -182,10 +184,14 @@ class EngineLedger(Generic[Key]):
         """Free slots and nothing of this step left to start."""
         return not self.closed and self.free > 0 and self.waiting == 0
 
+    def wants_early(self) -> bool:
+        """Would start samples of the next step if it had any."""
+        return self.wants_work() and not self._early and (self._early_in_free_slots or not self._running)
+
     def grant(self, thief: int, number: int) -> tuple[Key, ...]:
-        """Promise the last `number` queued requests (those that would start last) to `thief`. They stay in this engine's
-        counts until `acknowledge`. Never what its own free slots can
-        take at once. Empty where there is nothing (left) to give, or the window is closed."""
+        """Promise the last `number` queued requests (those that would start last) to `thief`. They stay in this
+        engine's counts until `acknowledge`. Never what its own free slots are about to take. Empty where there is
+        nothing to give, or the window is closed."""
         if self.closed or thief in self._granted or thief == self.engine:
             return ()
         keys = tuple(self._queue.pop() for _ in range(min(number, self.backlog)))[::-1]
@@ -196,6 +202,16 @@ class EngineLedger(Generic[Key]):
     def acknowledge(self, thief: int) -> None:
         """The thief has published counts that contain what it was promised."""
         del self._granted[thief]
+
+    @property
+    def early_backlog(self) -> int:
+        """Early samples not started: an engine without any may have some of them."""
+        return len(self._early)
+
+    def give_early(self, number: int) -> tuple[Key, ...]:
+        """The last `number` early samples, for another engine. They are in nobody's counts, so nothing is confirmed:
+        lost on the way, they start in their own step."""
+        return tuple(self._early.pop() for _ in range(min(number, len(self._early))))[::-1]
 
     def accept(self, keys: Iterable[Key], early: bool = False) -> None:
         """Queue what was granted by another engine or pulled from the shared queue (`early`: of the next step)."""

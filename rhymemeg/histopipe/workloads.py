@@ -41,8 +41,8 @@ class StepLengths:
 @dataclass(frozen=True)
 class Lognormal:
     """log length = log(median) + sigma x (parts of unit total variance): prompt 65 %, epoch 2 %, prompt in epoch 7 %,
-    sample 26 % (the shares that TailSieve reports for real RL rollouts). sigma = 0.99 is its ratio of the 90th percentile
-    to the median (4,115 to 1,160 tokens)."""
+    sample 26 % (the shares that TailSieve reports for real RL rollouts). sigma = 0.99 is its ratio of the 90th
+    percentile to the median (4,115 to 1,160 tokens)."""
 
     median: float = 1160.0
     sigma: float = 0.99
@@ -99,8 +99,8 @@ def _draw(rng: np.random.Generator, lengths: Floats, number: int) -> Floats:
 
 
 def read_trace(path: str | Path, scale: float = 1.0) -> Trace:
-    """A JSONL file or a folder of them. A line's length is `length`, else the number of `output_token_ids`, else the number
-    of words and punctuation marks of `output`; times `scale`. DataError names the file and the line."""
+    """A JSONL file or a folder of them. A line's length is `length`, else the number of `output_token_ids`, else the
+    number of words and punctuation marks of `output`; times `scale`. DataError names the file and the line."""
     path = Path(path)
     files = sorted(path.glob("*.jsonl*")) if path.is_dir() else [path]
     if not files:
@@ -140,9 +140,9 @@ HISTORIES = ("epoch", "none", "adversarial", "shuffled")
 
 
 def degrade(lengths: StepLengths, history: str, seed: int) -> StepLengths:
-    """Other predictions for the same responses. `epoch`: last epoch's lengths; `none`: a first epoch; `adversarial`: the
-    rank order turned around with knowledge of what comes, so that what will be longest is predicted shortest; `shuffled`:
-    another prompt's lengths."""
+    """Other predictions for the same responses. `epoch`: last epoch's lengths; `none`: a first epoch; `adversarial`:
+    the rank order turned around with knowledge of what comes, so that what will be longest is predicted shortest;
+    `shuffled`: another prompt's lengths."""
     if history == "epoch":
         return lengths
     if history == "none":

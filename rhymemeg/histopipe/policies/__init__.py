@@ -1,9 +1,9 @@
 """The four policies behind one interface: `place(PlaceInput) -> PlaceOutput`, pure.
 
-    random       even split in random order, as veRL does; the baseline
-    paper        ranking groups and engines per group of HistoPipe (arXiv 2508.18588, section on two-tier scheduling)
-    complement   longest first on the engine that is free earliest, counting what it still carries; the default
-    pull         one queue, longest first, for all engines
+random       even split in random order, as veRL does; the baseline
+paper        ranking groups and engines per group of HistoPipe (arXiv 2508.18588, section on two-tier scheduling)
+complement   longest first on the engine that is free earliest, counting what it still carries; the default
+pull         one queue, longest first, for all engines
 """
 
 from __future__ import annotations

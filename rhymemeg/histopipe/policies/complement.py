@@ -1,11 +1,12 @@
 """`complement` (default): new long work goes where little old work is left.
 
 Samples (or, with layout "group", whole groups) are taken longest first in rounds of one an engine. In each round the
-longest goes to the engine that would be free earliest with what it has so far: what it carries over from the step before
-and what earlier rounds gave it. Each engine starts its own longest first.
+longest goes to the engine that would be free earliest with what it has so far: what it carries over from the step
+before and what earlier rounds gave it. Each engine starts its own longest first.
 
-Rounds, and not strict longest-processing-time-first, for two reasons. Engines get equal numbers, so predictions that are
-plain wrong cost no more than a random split does; and a million samples are placed by a few dozen sorts of the engines.
+Rounds, and not strict longest-processing-time-first, for two reasons. Engines get equal numbers, so predictions that
+are plain wrong cost no more than a random split does; and a million samples are placed by a few dozen sorts of the
+engines.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def place(given: PlaceInput) -> PlaceOutput:
     if given.layout == "spread":
         engine = deal(given, np.repeat(length, sizes))
     else:
-        engine = np.repeat(deal(given, length * sizes), sizes)
+        engine = deal(given, length * sizes).repeat(sizes)
     return PlaceOutput(by_engine(engine, row, sample, given.num_engines))
 
 

@@ -9,9 +9,9 @@ What the paper leaves open is fixed here:
 
 - N is at most the number of engines and of prompts.
 - A group's time with k engines is the cost model's for its mean work and its mean length.
-- Targets are t0 + d x (mean position of the group's engines), t0 the time of the shortest group on as many engines as it
-  can get. Linear in position and not in group index: with unequal k_i only the former adds up to the same sum when the
-  order is mirrored. Training is a barrier here, so t0 has no training time in it.
+- Targets are t0 + d x (mean position of the group's engines), t0 the time of the shortest group on as many engines as
+  it can get. Linear in position and not in group index: with unequal k_i only the former adds up to the same sum when
+  the order is mirrored. Training is a barrier here, so t0 has no training time in it.
 - The first upper bound of d is doubled until the plan fits, then bisected. Engines left over go one by one to the group
   furthest over its target.
 - Even steps mirror engines (e -> E - 1 - e), not group indices.
@@ -31,24 +31,25 @@ BISECTIONS = 40
 
 
 def place(given: PlaceInput) -> PlaceOutput:
-    """One queue an engine, and the groups. Groups are made of the whole step, so that samples which started early do not
-    change where the others go."""
+    """One queue an engine, and the groups. Groups are made of the whole step, so that samples which started early do
+    not change where the others go."""
     prompts, engines, n = len(given.prompt_ids), given.num_engines, given.samples_per_prompt
     if prompts == 0:
         return PlaceOutput(by_engine(given.row, given.row, given.sample, engines))
     count = max(1, min(given.ranking_groups, engines, prompts))
     ranking = np.argsort(given.prediction.median, kind="stable")
     borders = np.arange(count + 1) * prompts // count
-    sizes = np.diff(borders)
+    sizes = np.diff(borders).astype(np.int64)
     of_prompt = np.empty(prompts, np.int64)
     of_prompt[ranking] = np.repeat(np.arange(count), sizes)
 
     length = np.bincount(of_prompt, weights=given.prediction.mean, minlength=count) / sizes
     work = length * sizes * n
+    k: Ints
     if given.two_tier:
         k, slope = engines_of_groups(given.cost, work, length, given.slots, engines)
     else:
-        k, slope = np.diff(np.arange(count + 1) * engines // count), 0.0
+        k, slope = np.diff(np.arange(count + 1) * engines // count).astype(np.int64), 0.0
     first = np.cumsum(k) - k
 
     # Prompt j of m goes whole to engine floor(j k / m) of its group; with fewer prompts than engines, sample by sample.

@@ -1,5 +1,5 @@
-"""`pull`: no placement. One queue, longest first; an engine with a free slot takes the first sample. The upper reference:
-it needs a queue that all engines reach at every step and drafts that any engine can fetch at once."""
+"""`pull`: no placement. One queue, longest first; an engine with a free slot takes the first sample. The upper
+reference: it needs a queue that all engines reach at every step and drafts that any engine can fetch at once."""
 
 from __future__ import annotations
 

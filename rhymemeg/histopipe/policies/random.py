@@ -1,4 +1,4 @@
-"""`random`: prompts in random order, their samples cut into equal parts, one an engine. What trainers without a plan do.
+"""`random`: prompts in random order, their samples cut into equal parts, one an engine, as trainers without a plan do.
 
 The order is drawn from (seed, step, prompt id) alone. Samples of one prompt stay together except where a part ends, so
 that fewer prompts than engines are split too.
