@@ -100,7 +100,9 @@ class ModelArch:
         names = config.get("architectures") or []
         name = names[0] if isinstance(names, list) and names else None
         if name not in FAMILIES:
-            raise ConfigError(f"{where}: architecture {name!r} is not supported (supported: {', '.join(sorted(FAMILIES))})")
+            raise ConfigError(
+                f"{where}: architecture {name!r} is not supported (supported: {', '.join(sorted(FAMILIES))})"
+            )
         family = FAMILIES[name]
 
         def need(key: str) -> int:
@@ -116,7 +118,9 @@ class ModelArch:
         heads, hidden, layers = need("num_attention_heads"), need("hidden_size"), need("num_hidden_layers")
         kv_heads = config.get("num_key_value_heads") or heads
         if heads % kv_heads:
-            raise ConfigError(f"{where}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+            raise ConfigError(
+                f"{where}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+            )
         refuse(config.get("hidden_act", "silu") != "silu", f"hidden_act={config.get('hidden_act')!r}")
         refuse(bool(config.get("mlp_bias")), "mlp_bias=true")
         refuse(bool(config.get("attention_bias")), "attention_bias=true")

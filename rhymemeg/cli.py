@@ -42,7 +42,7 @@ def parse(argv: list[str], prog: str = "python -m rhymemeg.train") -> tuple[Conf
                 stack.enter_context(contextlib.redirect_stdout(sink))
                 stack.enter_context(contextlib.redirect_stderr(sink))
             given = tyro.cli(
-                Annotated[Invocation, tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff],  # type: ignore[arg-type]
+                Annotated[Invocation, tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff],
                 args=_bare_flags(argv),
                 default=default,
                 prog=prog,

@@ -33,7 +33,9 @@ class Section(BaseModel):
 class RunOptions(Section):
     """What runs, for how long, and where it writes."""
 
-    output_dir: str = Field("runs/default", description="Run directory: config, metrics, samples, checkpoints, summary.")
+    output_dir: str = Field(
+        "runs/default", description="Run directory: config, metrics, samples, checkpoints, summary."
+    )
     seed: int = Field(1234, ge=0, description="Everything random derives from this number.")
     train_iters: int = Field(100, ge=0, description="Number of training steps in all (a resumed run counts on).")
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="auto: CUDA if there is a GPU, else CPU.")
@@ -51,7 +53,9 @@ class ModelOptions(Section):
     hf_checkpoint: str = Field("", description="Folder with config.json, safetensors weights and tokenizer.")
     ref_hf_checkpoint: str = Field("", description="Reference model for the KL term; empty: the initial weights.")
     params_dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 on GPU, fp32 on CPU.")
-    make_vocab_size_divisible_by: int = Field(128, ge=1, description="Pad the vocabulary to a multiple of this times TP.")
+    make_vocab_size_divisible_by: int = Field(
+        128, ge=1, description="Pad the vocabulary to a multiple of this times TP."
+    )
     transformer_impl: Literal["auto", "local", "transformer_engine"] = Field(
         "auto", description="auto: Transformer Engine on GPU where installed, else Megatron's local layers."
     )
@@ -66,13 +70,17 @@ class ParallelOptions(Section):
     num_layers_per_virtual_pipeline_stage: int | None = Field(
         None, ge=1, description="Layers a virtual stage; set it to interleave the pipeline schedule."
     )
-    decoder_first_pipeline_num_layers: int | None = Field(None, ge=1, description="Layers on the first stage, if uneven.")
+    decoder_first_pipeline_num_layers: int | None = Field(
+        None, ge=1, description="Layers on the first stage, if uneven."
+    )
     decoder_last_pipeline_num_layers: int | None = Field(None, ge=1, description="Layers on the last stage, if uneven.")
     context_parallel_size: int = Field(1, ge=1, description="CP: ranks that share each sequence (GPU only).")
     expert_model_parallel_size: int = Field(1, ge=1, description="EP: ranks that share the experts.")
     expert_tensor_parallel_size: int | None = Field(None, ge=1, description="TP inside an expert; default: as TP.")
     sequence_parallel: bool = Field(False, description="Split activations along the sequence over the TP ranks.")
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = Field("alltoall", description="How tokens reach experts.")
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = Field(
+        "alltoall", description="How tokens reach experts."
+    )
     moe_grouped_gemm: bool = Field(False, description="One kernel for all local experts (Transformer Engine only).")
     use_distributed_optimizer: bool = Field(True, description="Shard optimizer state over the data-parallel ranks.")
     overlap_grad_reduce: bool = Field(False, description="Reduce gradients while the backward pass runs (GPU).")
@@ -130,29 +138,38 @@ class AlgorithmOptions(Section):
     policy_loss: str = Field("ppo_clip", description="Name in the registry of rl/losses.")
     eps_clip: float = Field(0.2, gt=0, description="Lower clip: the ratio counts down to 1 - this.")
     eps_clip_high: float | None = Field(None, gt=0, description="Upper clip; default: --eps-clip.")
-    eps_clip_c: float | None = Field(None, gt=1, description="Dual clip's bound for negative advantages; default: none.")
+    eps_clip_c: float | None = Field(
+        None, gt=1, description="Dual clip's bound for negative advantages; default: none."
+    )
     loss_agg_mode: str = Field("token_mean", description="How token losses are averaged; a name of rl/losses.")
-    kl_loss_coef: float = Field(0.0, ge=0, description="Weight of the KL term to the reference model; 0: no such model.")
+    kl_loss_coef: float = Field(
+        0.0, ge=0, description="Weight of the KL term to the reference model; 0: no such model."
+    )
     kl_loss_type: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of that KL.")
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
     ppo_epochs: int = Field(1, ge=1, description="Passes over the samples of a step.")
     num_minibatches: int = Field(1, ge=1, description="Optimizer steps a pass.")
     max_tokens_per_microbatch: int = Field(8192, ge=1, description="Token budget of a micro-batch, padding included.")
     old_log_probs: Literal["engine", "actor"] = Field(
-        "actor", description="Where the ratio's denominator comes from: the engine, or the actor before its first update."
+        "actor",
+        description="Where the ratio's denominator comes from: the engine, or the actor before its first update.",
     )
 
 
 class DataOptions(Section):
     """Prompts and rewards."""
 
-    prompt_data: str = Field("", description="JSONL or Parquet file, or task:NAME for a generator (ledger, any reasoning-gym task).")
+    prompt_data: str = Field(
+        "", description="JSONL or Parquet file, or task:NAME for a generator (ledger, any reasoning-gym task)."
+    )
     prompt_key: str = Field("prompt", description="Field of a line that holds the prompt (text or chat messages).")
     label_key: str = Field("label", description="Field of a line that holds the reference answer.")
     apply_chat_template: bool = Field(False, description="Wrap prompts with the tokenizer's chat template.")
     num_prompts: int = Field(512, ge=1, description="Prompts to generate (generators only).")
     data_seed: int = Field(0, ge=0, description="Seed of the generator.")
-    task_args: dict[str, Any] = Field({}, description="Arguments of the generator, for example '{max_terms: 12}' in YAML.")
+    task_args: dict[str, Any] = Field(
+        {}, description="Arguments of the generator, for example '{max_terms: 12}' in YAML."
+    )
     reward: str = Field("auto", description="Name of a reward, or module:function. auto: the task's own verifier.")
     reward_timeout: float = Field(30.0, gt=0, description="Seconds that a reward may take for one sample.")
     reward_workers: int = Field(0, ge=0, description="Processes that compute rewards; 0: in the rank itself.")
@@ -227,7 +244,9 @@ class Config(Section):
                     raise ConfigError(f"{where}: section {key!r} holds {type(value).__name__}, not options")
                 for option, inner in value.items():
                     if owner.get(option) != key:
-                        raise ConfigError(f"{where}: unknown option {option!r} in section {key!r}{did_you_mean(option)}")
+                        raise ConfigError(
+                            f"{where}: unknown option {option!r} in section {key!r}{did_you_mean(option)}"
+                        )
                     grouped[key][option] = inner
             elif key in owner:
                 grouped[owner[key]][key] = value
@@ -272,7 +291,9 @@ class Config(Section):
         if self.model.ref_hf_checkpoint and a.kl_loss_coef == 0:
             raise ConfigError("--ref-hf-checkpoint is given but --kl-loss-coef is 0, so it would not be used")
         if a.advantage_estimator == "grpo" and r.n_samples_per_prompt < 2:
-            raise ConfigError("--advantage-estimator grpo compares samples of a prompt: --n-samples-per-prompt must be >= 2")
+            raise ConfigError(
+                "--advantage-estimator grpo compares samples of a prompt: --n-samples-per-prompt must be >= 2"
+            )
         if a.num_minibatches > r.rollout_batch_size:
             raise ConfigError(
                 f"--num-minibatches {a.num_minibatches} exceeds --rollout-batch-size {r.rollout_batch_size}"

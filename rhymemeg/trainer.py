@@ -116,14 +116,22 @@ class Trainer:
     def prompts_at(self, step: int) -> list[Prompt]:
         """The prompts of a step: each epoch visits every prompt once, in an order of its own."""
         indices = batch_at(
-            step, self.config.rollout.rollout_batch_size, self.config.run.seed, self.config.data.shuffle, len(self.prompts)
+            step,
+            self.config.rollout.rollout_batch_size,
+            self.config.run.seed,
+            self.config.data.shuffle,
+            len(self.prompts),
         )
         return [self.prompts[i] for i in indices]
 
     def rollout(self, step: int, prompts: Sequence[Prompt]) -> list[Sample]:
         """Sample a group of responses to each prompt; returns those of this rank's engine, on its leader."""
         return self._generate(
-            step, prompts, self.config.rollout.n_samples_per_prompt, self.config.run.seed, self.config.rollout.temperature
+            step,
+            prompts,
+            self.config.rollout.n_samples_per_prompt,
+            self.config.run.seed,
+            self.config.rollout.temperature,
         )
 
     def _generate(

@@ -27,7 +27,9 @@ def test_yaml_round_trip(tmp_path: Path) -> None:
 def test_command_line_wins_over_yaml(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("parallel: {tensor_model_parallel_size: 2}\nlr: 1.0e-3\nsequence_parallel: false\n")
-    config, dry_run = parse(["--config", str(file), "--tensor_model_parallel_size", "4", "--sequence-parallel", "--dry-run"])
+    config, dry_run = parse(
+        ["--config", str(file), "--tensor_model_parallel_size", "4", "--sequence-parallel", "--dry-run"]
+    )
     assert config.parallel.tensor_model_parallel_size == 4 and config.parallel.sequence_parallel
     assert config.optimizer.lr == 1e-3 and dry_run
 
@@ -35,7 +37,10 @@ def test_command_line_wins_over_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tensor_model_paralel_size: 2", "unknown option 'tensor_model_paralel_size', did you mean tensor_model_parallel_size"),
+        (
+            "tensor_model_paralel_size: 2",
+            "unknown option 'tensor_model_paralel_size', did you mean tensor_model_parallel_size",
+        ),
         ("parallel: {lr: 1}", "unknown option 'lr' in section 'parallel'"),
         ("lr: fast", "--lr: Input should be a valid number"),
         ("lr: -1.0", "--lr: Input should be greater than 0"),

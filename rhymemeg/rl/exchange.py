@@ -52,7 +52,9 @@ def share_summaries(samples: Sequence[Sample], fabric: Fabric) -> list[SampleSum
     ).reshape(-1, 8)  # fmt: skip
     parts = _all_gather_rows(rows, fabric)
     return sorted(
-        SampleSummary(SampleId(int(r[0]), int(r[1]), int(r[2])), int(r[3]), int(r[4]), int(r[5]), float(r[6]), bool(r[7]))
+        SampleSummary(
+            SampleId(int(r[0]), int(r[1]), int(r[2])), int(r[3]), int(r[4]), int(r[5]), float(r[6]), bool(r[7])
+        )
         for r in parts
     )
 
@@ -72,7 +74,14 @@ def _all_gather_rows(rows: npt.NDArray[np.float64], fabric: Fabric) -> npt.NDArr
 def pack(sample: Sample) -> npt.NDArray[np.int64]:
     """A sample as one int64 array: header, prompt, response, versions, log-probabilities (as the bits of float64)."""
     sid = sample.sample_id
-    header = (sid.step, sid.prompt_id, sid.sample_index, sample.engine, len(sample.prompt_ids), len(sample.response_ids))
+    header = (
+        sid.step,
+        sid.prompt_id,
+        sid.sample_index,
+        sample.engine,
+        len(sample.prompt_ids),
+        len(sample.response_ids),
+    )
     return np.concatenate(
         [
             np.array(header, np.int64),
@@ -112,9 +121,7 @@ def unpack_all(buffer: npt.NDArray[np.int64]) -> list[Sample]:
 def exchange(outgoing: Sequence[Sequence[Sample]], fabric: Fabric) -> dict[SampleId, Sample]:
     """All-to-all of samples: `outgoing[r]` are this rank's samples that rank r needs. Returns what this rank received
     (with what it keeps itself), by id. Rewards and text stay behind: the summaries carry what training needs."""
-    buffers = [
-        np.concatenate([pack(s) for s in samples]) if samples else np.zeros(0, np.int64) for samples in outgoing
-    ]
+    buffers = [np.concatenate([pack(s) for s in samples]) if samples else np.zeros(0, np.int64) for samples in outgoing]
     sizes = torch.tensor([len(b) for b in buffers])
     incoming = torch.empty_like(sizes)
     dist.all_to_all_single(incoming, sizes, group=fabric.control_group)

@@ -29,7 +29,9 @@ class Objective:
         self.needs_entropy = True
         self.mismatch_max = 0.0
 
-    def __call__(self, log_probs: Tensor, entropy: Tensor | None, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(
+        self, log_probs: Tensor, entropy: Tensor | None, batch: MicroBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         fields, mask = batch.fields, batch.loss_mask
         current = log_probs.detach()
         old = fields.get("old_log_probs", current)

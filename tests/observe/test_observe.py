@@ -95,7 +95,9 @@ def test_summary_takes_first_and_last_five_steps() -> None:
 
 def test_display_lines(capsys: pytest.CaptureFixture[str]) -> None:
     display = Display("lines", 3, "title")
-    display.step(0, {"reward/mean": 0.25, "rollout/response_len_mean": 80, "timing_s/rollout": 1.5, "perf/step_time": 2})
+    display.step(
+        0, {"reward/mean": 0.25, "rollout/response_len_mean": 80, "timing_s/rollout": 1.5, "perf/step_time": 2}
+    )
     line = capsys.readouterr().out
     assert "step    1/3" in line and "reward 0.250" in line and "rollout 1.5" in line
     assert sparkline([0, 1, 2, 3]) == "▁▃▆█" and sparkline([]) == ""

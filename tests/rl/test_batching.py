@@ -48,7 +48,9 @@ def test_collate_aligns_labels_mask_and_fields() -> None:
     for prompt_len, response_len in ((3, 4), (5, 1), (1, 6)):
         tokens = rng.integers(1, 90, prompt_len + response_len)
         rows.append(
-            TrainSample(tokens, prompt_len, np.ones(response_len, np.float32), {"a": rng.normal(size=response_len).astype("f4")})
+            TrainSample(
+                tokens, prompt_len, np.ones(response_len, np.float32), {"a": rng.normal(size=response_len).astype("f4")}
+            )
         )
     batch = collate(rows, ["a"])
     assert batch.shape == (3, 6)

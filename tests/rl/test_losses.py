@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from rhymemeg.config import AlgorithmOptions
 from rhymemeg.rl.losses import AGGREGATIONS, POLICY_LOSSES, aggregation_weights, kl_estimate
 
-
 ONE = torch.ones(1, 1, dtype=torch.float64)
 
 
@@ -28,7 +27,9 @@ def slow_ppo(log_ratio: float, advantage: float, low: float, high: float) -> tup
 
 
 @given(
-    log_ratio=st.floats(-3, 3).filter(lambda x: abs(abs(math.exp(x) - 1) - 0.2) > 1e-3 and abs(math.exp(x) - 1.4) > 1e-3),
+    log_ratio=st.floats(-3, 3).filter(
+        lambda x: abs(abs(math.exp(x) - 1) - 0.2) > 1e-3 and abs(math.exp(x) - 1.4) > 1e-3
+    ),
     advantage=st.floats(-5, 5).filter(lambda a: abs(a) > 1e-3),
 )
 def test_ppo_clip_matches_the_definition(log_ratio: float, advantage: float) -> None:
@@ -44,7 +45,9 @@ def test_ppo_clip_matches_the_definition(log_ratio: float, advantage: float) -> 
 
 def test_reinforce_gradient_is_minus_the_advantage() -> None:
     x = torch.tensor([[0.3, -0.2]], dtype=torch.float64, requires_grad=True)
-    loss, clipped = POLICY_LOSSES["reinforce"](x, torch.tensor([[2.0, -1.0]], dtype=torch.float64), ONE, AlgorithmOptions())
+    loss, clipped = POLICY_LOSSES["reinforce"](
+        x, torch.tensor([[2.0, -1.0]], dtype=torch.float64), ONE, AlgorithmOptions()
+    )
     loss.sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, torch.tensor([[-2.0, 1.0]], dtype=torch.float64))
