@@ -59,7 +59,7 @@ def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], messa
 
 
 def test_missing_folder_and_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="model folder '.*nowhere' does not exist"):
+    with pytest.raises(ConfigError, match=r"model folder '.*nowhere' does not exist"):
         ModelArch.from_pretrained(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"config\.json is missing"):
         ModelArch.from_pretrained(tmp_path)

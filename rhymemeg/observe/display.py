@@ -105,7 +105,7 @@ class Display:
         for _ in range(4):
             grid.add_column()
         for row in (
-            ("reward", f"{m.get('reward/mean', float('nan')):.3f}", "tokens/s", f"{m.get('perf/rollout_tokens_per_sec', 0):,.0f}"),
+            ("reward", f"{m.get('reward/mean', 0):.3f}", "tokens/s", f"{m.get('perf/rollout_tokens_per_sec', 0):,.0f}"),
             ("length mean / max", f"{m.get('rollout/response_len_mean', 0):.0f} / {m.get('rollout/response_len_max', 0):.0f}",
              "truncated", f"{100 * m.get('rollout/truncated', 0):.1f} %"),
             ("logp difference", f"{m.get('actor/train_rollout_logprob_abs_diff', 0):.1e}",

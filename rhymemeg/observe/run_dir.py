@@ -63,7 +63,8 @@ class RunDirectory:
             (self.path / "checkpoints").mkdir(exist_ok=True)
             write_atomically(self.path / "config.yaml", config.to_yaml())
             self.history = self._keep_before(first_step)
-            self._metrics: IO[str] = open(self.path / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
+            # Stays open for the run; a line is on disk once it is whole.
+            self._metrics: IO[str] = (self.path / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         except OSError as error:
             raise ConfigError(f"--output-dir: cannot write to {self.path}: {error}") from None
         self._board: Any = None

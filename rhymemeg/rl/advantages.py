@@ -31,7 +31,9 @@ def register(name: str) -> Callable[[Advantage], Advantage]:
 def _group_sums(values: Array, groups: npt.NDArray[np.int64]) -> tuple[Array, Array]:
     """For every sample: the sum of `values` over its group, and the size of its group."""
     _, index = np.unique(groups, return_inverse=True)
-    return np.bincount(index, weights=values)[index], np.bincount(index)[index].astype(np.float64)
+    sums: Array = np.bincount(index, weights=values).astype(np.float64)
+    sizes: Array = np.bincount(index).astype(np.float64)
+    return sums[index], sizes[index]
 
 
 @register("grpo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 from pathlib import Path
 
@@ -108,7 +109,7 @@ def test_display_panel_renders() -> None:
 
     display = Display("off", 3, "title")
     display.step(0, {"reward/mean": 0.25, "timing_s/rollout": 1.5, "timing_s/train": 0.5})
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))
+    console = Console(width=100, record=True, file=io.StringIO())
     console.print(display._panel())
     text = console.export_text()
     assert "rollout 1.5s (75%)" in text and "step 1/3" in text
