@@ -8,12 +8,12 @@ separate, experts one by one) with its rule:
     moe      parameters of a layer with experts, without the experts themselves
     expert   parameters of one expert, by suffix after `mlp.experts.local_experts.{E}.`
 
-A new family is a function that returns a `Table` and an entry in `TABLES`; docs/weight_sync.md walks through one.
+A new family is a function that returns a `Table`, and an entry in `layouts.TABLES`; docs/weight_sync.md walks through
+one. DeepSeek-V3's is in `deepseek.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from rhymemeg.arch import ModelArch
@@ -90,7 +90,7 @@ def gated_mlp(hidden: int, width: int, at: str = LAYER + "mlp.", megatron: str =
 
 def routed_expert(a: ModelArch) -> dict[str, Rule]:
     """One expert. The engine holds all of a layer's in two tensors, with the expert as one more first dimension."""
-    width, fused = a.moe_intermediate_size, LAYER + "mlp.experts."
+    width, fused = a.moe_intermediate_size, LAYER + "mlp.experts.routed_experts."
     gate, up, down = (f"{EXPERT}{x}_proj.weight" for x in ("gate", "up", "down"))
     return {
         "linear_fc1.weight": GatedMlp(gate, up, (width, a.hidden_size), fused + "w13_weight"),
@@ -111,11 +111,3 @@ def llama_like(a: ModelArch) -> Table:
         moe={**common, **router(a)} if a.is_moe else {},
         expert=routed_expert(a) if a.is_moe else {},
     )
-
-
-TABLES: dict[str, Callable[[ModelArch], Table]] = {
-    "llama": llama_like,
-    "qwen2": llama_like,
-    "qwen3": llama_like,
-    "qwen3_moe": llama_like,
-}

@@ -12,14 +12,24 @@ sizes that a layout does not divide are a WeightSyncError that names the paramet
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from rhymemeg.arch import ModelArch
 from rhymemeg.errors import WeightSyncError
 from rhymemeg.weight_sync.boxes import Box, Shape
-from rhymemeg.weight_sync.families import MEGATRON_EXPERT, MEGATRON_LAYER, TABLES, Table
+from rhymemeg.weight_sync.deepseek import deepseek_v3
+from rhymemeg.weight_sync.families import MEGATRON_EXPERT, MEGATRON_LAYER, Table, llama_like
 from rhymemeg.weight_sync.rules import Part, Rule
+
+TABLES: dict[str, Callable[[ModelArch], Table]] = {
+    "llama": llama_like,
+    "qwen2": llama_like,
+    "qwen3": llama_like,
+    "qwen3_moe": llama_like,
+    "deepseek_v3": deepseek_v3,
+}
+"""Family (`ModelArch.family`) -> its table."""
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(?:mlp\.experts\.local_experts\.(\d+)\.)?(.+)")
 

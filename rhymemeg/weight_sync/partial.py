@@ -1,9 +1,9 @@
 """A tensor of which this rank has only one box, for vLLM's weight loaders.
 
 vLLM's loaders take a complete Hugging Face tensor and narrow it to the slice of their rank. The result of
-`partial_tensor(data, box, shape, name)` looks complete (shape, dtype, device) but holds only `data`, the values of `box`;
-the loader's own narrowing then yields ordinary memory. An empty box (an expert of another rank) is fine as long as the
-loader never reads it.
+`partial_tensor(data, box, shape, name)` looks complete (shape, dtype, device) but holds only `data`, the values of
+`box`; the loader's own narrowing then yields ordinary memory. An empty box (an expert of another rank) is fine as long
+as the loader never reads it.
 
 Understood are the operations with which loaders take slices: narrow, indexing by slices and integers, select,
 unsqueeze, unbind, chunk and split. As soon as a slice lies within the box it is an ordinary tensor (a view of `data`).
@@ -38,17 +38,20 @@ class PartialTensor(torch.Tensor):
         made.data_here, made.box, made.window, made.hf_name = data, box, window, name
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PartialTensor({self.hf_name!r}, {list(self.window)}, here: {list(self.box)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         tensor = next(a for a in args if isinstance(a, PartialTensor))
         if tensor is args[0] and not kwargs:
             if func is aten.detach.default or func is aten.alias.default:
                 return _cut(tensor, tensor.window)
             if func is aten.slice.Tensor:
-                dim, start, stop, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+                defaults: tuple[Any, ...] = (0, None, None, 1)
+                dim, start, stop, step = tuple(args[1:]) + defaults[len(args) - 1 :]
                 if step == 1:
                     return tensor.interval(dim, start or 0, stop)
             if func is aten.select.int:

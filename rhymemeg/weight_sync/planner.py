@@ -142,12 +142,21 @@ class BucketProgram:
 
 @dataclass
 class Traffic:
-    """Bytes by rank: received from and sent to other ranks, of these received from other nodes, and copied locally."""
+    """Bytes by rank: received and sent on the wire, within the node and to other nodes, and copied locally."""
 
-    received: list[int]
-    received_across_nodes: list[int]
-    sent: list[int]
+    received_near: list[int]
+    received_far: list[int]
+    sent_near: list[int]
+    sent_far: list[int]
     local: list[int]
+
+    @property
+    def received(self) -> list[int]:
+        return [near + far for near, far in zip(self.received_near, self.received_far)]
+
+    @property
+    def sent(self) -> list[int]:
+        return [near + far for near, far in zip(self.sent_near, self.sent_far)]
 
 
 @dataclass
@@ -169,18 +178,25 @@ class Plan:
 
     def traffic(self) -> Traffic:
         n, node = self.world, self.ranks_per_node
-        t = Traffic([0] * n, [0] * n, [0] * n, [0] * n)
+        t = Traffic([0] * n, [0] * n, [0] * n, [0] * n, [0] * n)
         for group in self.classes:
             for size, sources in zip(group.part_bytes, group.sources):
                 for target, source in zip(group.needers, sources):
                     if target == source:
                         t.local[target] += size
+                    elif target // node == source // node:
+                        t.received_near[target] += size
+                        t.sent_near[source] += size
                     else:
-                        t.received[target] += size
-                        t.sent[source] += size
-                        if target // node != source // node:
-                            t.received_across_nodes[target] += size
+                        t.received_far[target] += size
+                        t.sent_far[source] += size
         return t
+
+    def least_wire_bytes(self) -> int:
+        """What the ranks need and do not hold, together: no plan for these layouts can move less."""
+        return sum(
+            sum(group.part_bytes) * len(_members(group.needers) - _members(group.holders)) for group in self.classes
+        )
 
     def num_moves(self) -> int:
         """Number of moves, local ones included."""
@@ -310,7 +326,7 @@ def make_plan(
         for p in layout.parameters()
         for part in p.rule.parts
     ]
-    cutter, holders_of = _Cutter(actor), _Holders(layout, actor)
+    cutter, holders_of = _Cutter(actor), Holders(layout, actor)
     classes: list[Class] = []
     index: dict[tuple[int, int], int] = {}
     pending: list[tuple[int, Box, int]] = []
@@ -339,7 +355,7 @@ def make_plan(
     return Plan(tensors, atoms, classes, buckets.finish(len(tensors)), actor.world, ranks_per_node, target)
 
 
-class _Holders:
+class Holders:
     """Ranks that hold what tensor-parallel ranks `tp_ranks` hold of a parameter, all replicas; shared tuples."""
 
     def __init__(self, layout: ModelLayout, actor: ActorLayout) -> None:
@@ -471,6 +487,7 @@ __all__ = [
     "BucketProgram",
     "Class",
     "EngineTarget",
+    "Holders",
     "Move",
     "Need",
     "Plan",

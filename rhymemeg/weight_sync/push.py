@@ -7,8 +7,8 @@ The plan (`planner.py`) is made once. A push then
    every Hugging Face tensor of the model, in order, each holding only what the rank's loader will read (`partial.py`);
    the engine refuses if requests run, compares the set of names,
    packs or quantises as its layers want, and drops its prefix cache;
-3. verifies, as `--weight-sync-verify` says, that what the engine was given is what the actor holds, by checksums
-   (`checksum.py`) of every tensor (`full`) or of a subset that rotates through all within `ROTATION` pushes
+3. verifies, as `--weight-sync-verify` says, that what the engine's loader put into the engine is what the actor holds,
+   by checksums (`verify.py`) of every tensor (`full`) or of a subset that rotates through all within `ROTATION` pushes
    (`sampled`).
 
 All ranks call `push` together. Any failure on one rank is the same WeightSyncError on all, naming the tensor; the
@@ -30,6 +30,7 @@ from rhymemeg.arch import ModelArch
 from rhymemeg.config import SyncOptions
 from rhymemeg.errors import RhymeMegError, WeightSyncError
 from rhymemeg.weight_sync.actor_side import actor_layout, local_params
+from rhymemeg.weight_sync.engine_side import repair_expert_reload
 from rhymemeg.weight_sync.layouts import ModelLayout
 from rhymemeg.weight_sync.partial import absent_tensor, partial_tensor
 from rhymemeg.weight_sync.planner import EngineTarget, make_plan
@@ -86,6 +87,8 @@ class WeightSync:
         # NCCL creates a group's communicator at its first operation, in which all ranks must take part.
         dist.all_reduce(torch.zeros(1, device=runtime.device), group=self.group)
         self.courier = Courier(self.plan, runtime.rank, self.group, runtime.device, self.dtype, runtime.timeout)
+        if runtime.device_type == "cpu" and arch.is_moe and self._engine_model() is not None:
+            repair_expert_reload()
         self.verifier = Verifier(self.plan, runtime, options.weight_sync_verify)
 
     def push(self, version: int) -> dict[str, float]:
@@ -99,7 +102,11 @@ class WeightSync:
         deliveries = self.courier.deliver(held)
         error: Exception | None = None
         try:
-            self.engine.load_weights(self._weights(check.watch(deliveries)), version)
+            model = self._engine_model()
+            with check.observing(model):
+                self.engine.load_weights(
+                    self._weights(check.watch(deliveries) if model is None else deliveries), version
+                )
         except RhymeMegError as problem:
             error = problem
         except Exception as problem:
@@ -122,6 +129,11 @@ class WeightSync:
             "sync/seconds_transfer_and_load": loaded - checked,
             "sync/seconds_verify": done - loaded,
         }
+
+    def _engine_model(self) -> torch.nn.Module | None:
+        """The engine's module of this rank, if it is a vLLM engine."""
+        vllm = getattr(self.engine, "vllm", None)
+        return None if vllm is None else vllm.model
 
     def _weights(self, deliveries: Iterator[Delivery]) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of the model, each with the part that this rank's loader will read."""

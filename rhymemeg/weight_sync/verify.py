@@ -1,15 +1,18 @@
-"""Proof, at each update, that what the engines got is what the actor holds.
+"""Proof, at each update, that what the engines hold is what the actor holds.
 
 A `Verifier` belongs to one plan. `begin(version, held)` chooses the tensors of this update (all, a rotating subset, or
 none) and computes what their checksums should be from the actor's shards: each slice is counted by its lowest-ranked
-holder, and the sums go to every rank. `watch` adds up the checksums of the slices that this rank hands to its engine,
-`finish` compares and returns the error, if any, that names the tensor. The sums are kept for each lane (rank in an
-engine) apart, so every rank checks its own slices; nothing but the sums travels.
+holder, and the sums go to every rank. They are kept for each lane (rank in an engine) apart, so every rank checks its
+own slices; nothing but the sums travels.
+
+`Check.observing` reads the engine's own parameters as its loader fills them (`engine_side.py`). `Check.finish` compares
+and returns the error, if any, that names the tensor: one whose values differ, or one that the engine did not load.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -18,6 +21,7 @@ import torch.distributed as dist
 from rhymemeg.errors import WeightSyncError
 from rhymemeg.weight_sync.boxes import Box, contains, shape_of, shift, slices, whole
 from rhymemeg.weight_sync.checksum import checksum, from_halves, halves
+from rhymemeg.weight_sync.engine_side import engine_slots, reading
 from rhymemeg.weight_sync.planner import Atom, Plan
 from rhymemeg.weight_sync.transfer import Delivery, Held
 
@@ -36,6 +40,13 @@ class Verifier:
         for atom in plan.atoms:
             if plan.classes[atom.group].holders[0] == runtime.rank:
                 self.counted.setdefault(atom.tensor, []).append((atom.box, self._lanes(atom)))
+        # What this rank's engine holds: tensor number -> box.
+        self.needed = {
+            number: need.box
+            for number, tensor in enumerate(plan.tensors)
+            for need in plan.target.needs(tensor)
+            if runtime.rank % plan.target.lanes in need.lanes
+        }
 
     def _lanes(self, atom: Atom) -> tuple[int, ...]:
         needs = self.plan.target.needs(self.plan.tensors[atom.tensor])
@@ -77,16 +88,32 @@ class Check:
     """One update's verification."""
 
     def __init__(self, verifier: Verifier, version: int, chosen: list[int], expected: list[int]) -> None:
-        self.verifier, self.version = verifier, version
-        self.lane = verifier.runtime.rank % verifier.plan.target.lanes
-        lanes = verifier.plan.target.lanes
-        names = [verifier.plan.tensors[number].name for number in chosen]
-        self.expected = {name: expected[row * lanes + self.lane] for row, name in enumerate(names)}
+        self.version = version
+        plan = verifier.plan
+        lanes = plan.target.lanes
+        lane = verifier.runtime.rank % lanes
+        needed = verifier.needed
+        # Tensors of which this rank's engine holds nothing (experts of other ranks) have nothing to compare.
+        self.expected = {
+            plan.tensors[number].name: expected[row * lanes + lane]
+            for row, number in enumerate(chosen)
+            if number in needed
+        }
+        self.slots = engine_slots([(plan.tensors[number], box) for number, box in needed.items()])
+        self.slots = {
+            parameter: kept
+            for parameter, slots in self.slots.items()
+            if (kept := [slot for slot in slots if slot.name in self.expected])
+        }
         self.found: dict[str, torch.Tensor] = {}
         self.count = len(chosen)
 
+    def observing(self, model: torch.nn.Module | None) -> AbstractContextManager[None]:
+        """Around the engine's load: read what it puts into `model` (None: it has none that can be read)."""
+        return nullcontext() if model is None else reading(model, self.slots, self.found)
+
     def watch(self, deliveries: Iterator[Delivery]) -> Iterator[Delivery]:
-        """Pass deliveries on, with the checksums of the chosen ones noted."""
+        """For an engine that cannot be read: check what it is given instead."""
         for delivery in deliveries:
             tensor, box, data = delivery
             if tensor.name in self.expected and box is not None and data is not None:
@@ -95,12 +122,12 @@ class Check:
 
     def finish(self) -> WeightSyncError | None:
         """The first tensor whose checksum is not the actor's, as an error."""
-        needed = {name: value for name, value in self.expected.items() if name in self.found or value}
-        missing = [name for name in needed if name not in self.found]
+        missing = [name for name in self.expected if name not in self.found]
         if missing:
-            return WeightSyncError(f"version {self.version}: the engine was not given {missing[0]!r}")
+            return WeightSyncError(f"version {self.version}: the engine did not load {missing[0]!r}")
         found = from_halves(halves(torch.stack(list(self.found.values())))) if self.found else []
-        for name, value in zip(self.found, found):
-            if value != self.expected[name]:
-                return WeightSyncError(f"version {self.version}: {name!r} in the engine differs from the actor's")
-        return None
+        wrong = [name for name, value in zip(self.found, found) if value != self.expected[name]]
+        if not wrong:
+            return None
+        more = f" (and {len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
+        return WeightSyncError(f"version {self.version}: {wrong[0]!r} in the engine differs from the actor's{more}")

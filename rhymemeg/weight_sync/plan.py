@@ -1,0 +1,214 @@
+"""What a weight update would cost, without any GPU or process group:
+
+    python -m rhymemeg.weight_sync.plan --model config.json --actor tp=8,pp=16,ep=32,etp=1,dp=16 --engine tp=8 --json
+
+Prints the moves, the bytes over the wire and copied locally, the least that any plan could move, the load of the
+busiest ranks, planning time and memory, an estimate of the seconds for given bandwidths, and the same figures for
+trainers that gather every tensor on every rank. Layouts that do not fit the model are refused as in a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rhymemeg.arch import ModelArch
+from rhymemeg.config import ParallelOptions
+from rhymemeg.errors import ConfigError, RhymeMegError
+from rhymemeg.parallel.layout_checks import check_layout, check_world_size, describe_layout
+from rhymemeg.weight_sync.boxes import numel, whole
+from rhymemeg.weight_sync.deepseek import describe
+from rhymemeg.weight_sync.layouts import ModelLayout
+from rhymemeg.weight_sync.planner import EngineTarget, Holders, Plan, Traffic, make_plan
+from rhymemeg.weight_sync.topology import ActorLayout, EngineLayout
+
+ACTOR_KEYS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "first": "decoder_first_pipeline_num_layers",
+    "last": "decoder_last_pipeline_num_layers",
+    "vpp_layers": "num_layers_per_virtual_pipeline_stage",
+}
+DTYPE_BYTES = {"bf16": 2, "fp32": 4}
+
+
+def parse_sizes(text: str, option: str, known: set[str]) -> dict[str, int]:
+    """'tp=8,pp=2' -> {'tp': 8, 'pp': 2}."""
+    sizes: dict[str, int] = {}
+    for item in filter(None, text.split(",")):
+        key, _, value = item.partition("=")
+        if key not in known or not value.isdigit() or int(value) < 1:
+            raise ConfigError(f"{option}: {item!r} is not one of {', '.join(sorted(known))} with a positive number")
+        sizes[key] = int(value)
+    return sizes
+
+
+def actor_options(sizes: dict[str, int]) -> tuple[ParallelOptions, int]:
+    """Options of a run with these sizes, and its world size (`world`, or tp x pp x cp x dp)."""
+    parallel = ParallelOptions(**{ACTOR_KEYS[key]: value for key, value in sizes.items() if key in ACTOR_KEYS})
+    product = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
+    world = sizes.get("world", product * sizes.get("dp", 1))
+    if "dp" in sizes and world != product * sizes["dp"]:
+        raise ConfigError(f"--actor: world={world} is not tp x pp x cp x dp = {product * sizes['dp']}")
+    return parallel, world
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """Bytes a second of one rank in one direction: to ranks of its node, and to other nodes."""
+
+    node: float
+    network: float
+
+    def seconds(self, traffic: Traffic) -> float:
+        """Time of the busiest rank, each link and direction working on its own."""
+        node = max(*traffic.received_near, *traffic.sent_near) / self.node
+        return max(node, max(*traffic.received_far, *traffic.sent_far) / self.network)
+
+
+def figures(plan: Plan, bandwidths: Bandwidths) -> dict[str, Any]:
+    """Traffic of the plan, in bytes."""
+    traffic = plan.traffic()
+    received, sent = traffic.received, traffic.sent
+    return {
+        "moves": plan.num_moves(),
+        "buckets": len(plan.buckets),
+        "wire_bytes": sum(received),
+        "least_wire_bytes": plan.least_wire_bytes(),
+        "wire_bytes_in_node": sum(traffic.received_near),
+        "wire_bytes_across_nodes": sum(traffic.received_far),
+        "received_bytes_largest": max(received),
+        "received_bytes_mean": sum(received) / plan.world,
+        "sent_bytes_largest": max(sent),
+        "sent_bytes_mean": sum(sent) / plan.world,
+        "local_bytes": sum(traffic.local),
+        "estimated_seconds": bandwidths.seconds(traffic),
+    }
+
+
+def gather_figures(layout: ModelLayout, actor: ActorLayout, itemsize: int, bandwidths: Bandwidths) -> dict[str, Any]:
+    """The design of trainers that gather: every rank receives every tensor whole, whatever its engine needs of it.
+
+    A rank receives the model less what it holds. The estimate grants it the best case, in which all of that comes at
+    the speed of one rank's network link and nobody has to send more than that."""
+    model = 0
+    dense: dict[tuple[int, int], int] = defaultdict(int)
+    expert: dict[tuple[int, int, int], int] = defaultdict(int)
+    holders = Holders(layout, actor)
+    for p in layout.parameters():
+        for part in p.rule.parts:
+            model += numel(whole(part.shape)) * (4 if part.float32 else itemsize)
+        size = actor.tp if p.expert is None else actor.etp
+        group = holders.expert_group(p)
+        for rank in range(size):
+            for number, box, _ in p.rule.pieces(rank, size, actor.padded_vocab):
+                held = numel(box) * (4 if p.rule.parts[number].float32 else itemsize)
+                for stage in holders.stages(p):
+                    if group is None:
+                        dense[stage, rank] += held
+                    else:
+                        expert[stage, group, rank] += held
+    received = [model - dense[c.pp, c.tp] - expert[c.pp, c.ep, c.etp] for c in actor.ranks]
+    return {
+        "wire_bytes": sum(received),
+        "received_bytes_largest": max(received),
+        "received_bytes_mean": sum(received) / actor.world,
+        "estimated_seconds": max(received) / bandwidths.network,
+    }
+
+
+def report(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Everything that is printed. Raises ConfigError for sizes that do not fit."""
+    try:
+        config = json.loads(Path(arguments.model).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model: cannot read {arguments.model}: {error}") from None
+    arch: ModelArch = describe(config, arguments.model)
+    parallel, world = actor_options(parse_sizes(arguments.actor, "--actor", {*ACTOR_KEYS, "dp", "world"}))
+    engine = parse_sizes(arguments.engine, "--engine", {"tp", "expert_parallel"})
+    # Sequence parallelism changes no weight, but experts with TP demand it of a run.
+    parallel.sequence_parallel = parallel.tensor_model_parallel_size > 1
+    check_world_size(parallel, world)
+    check_layout(arch, parallel, world, "cuda")
+    try:
+        engines = EngineLayout(world, engine.get("tp", 1), engine.get("expert_parallel", 0) > 0)
+    except ValueError as error:
+        raise ConfigError(f"--engine: {error}") from None
+    itemsize = DTYPE_BYTES[arguments.dtype]
+    bandwidths = Bandwidths(arguments.node_gb_per_s * 1e9, arguments.network_gb_per_s * 1e9)
+    start = time.perf_counter()
+    layout = ModelLayout(arch)
+    padded = arch.padded_vocab_size(arguments.make_vocab_size_divisible_by, parallel.tensor_model_parallel_size)
+    actor = ActorLayout.planned(describe_layout(arch, parallel, world), padded)
+    target = EngineTarget(engines, arch.num_experts)
+    plan = make_plan(layout, actor, target, itemsize, arguments.bucket_mib << 20, arguments.ranks_per_node)
+    planned = time.perf_counter()
+    plan.program(arguments.rank)
+    one_rank = time.perf_counter() - planned
+    return {
+        "model": arch.architecture,
+        "model_bytes": sum(numel(whole(t.shape)) * t.itemsize for t in plan.tensors),
+        "tensors": len(plan.tensors),
+        "ranks": world,
+        "engines": world // engines.tp,
+        "plan": figures(plan, bandwidths),
+        "gather": gather_figures(layout, actor, itemsize, bandwidths),
+        "planning_seconds": planned - start,
+        "planning_seconds_one_rank": one_rank,
+        "planning_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m rhymemeg.weight_sync.plan", description=__doc__)
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p.add_argument("--model", required=True, help="config.json of the model")
+    p.add_argument("--actor", default="", help=f"sizes: {', '.join(sorted([*ACTOR_KEYS, 'dp', 'world']))}")
+    p.add_argument("--engine", default="", help="sizes: tp, expert_parallel (1: experts whole, 0: each split)")
+    p.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="type of the weights (bf16)")
+    p.add_argument("--ranks-per-node", type=int, default=8, help="(8)")
+    p.add_argument("--node-gb-per-s", type=float, default=300.0, help="a rank's link within its node, GB/s (300)")
+    p.add_argument("--network-gb-per-s", type=float, default=50.0, help="a rank's link to other nodes, GB/s (50)")
+    p.add_argument("--bucket-mib", type=int, default=512, help="size of a bucket, MiB (512)")
+    p.add_argument("--make-vocab-size-divisible-by", type=int, default=128, help="as in a run (128)")
+    p.add_argument("--rank", type=int, default=0, help="rank whose own part is timed (0)")
+    p.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    return p
+
+
+def lines(tree: dict[str, Any], prefix: str = "") -> list[str]:
+    """The report for people: bytes in GB, a line a figure."""
+    out = []
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            out += lines(value, f"{key}: ")
+        elif "bytes" in key:
+            out.append(f"{prefix}{key.replace('_', ' ')}: {value / 1e9:,.3f} GB")
+        else:
+            out.append(f"{prefix}{key.replace('_', ' ')}: {f'{value:,.3f}' if isinstance(value, float) else value}")
+    return out
+
+
+def main(words: list[str] | None = None) -> int:
+    arguments = parser().parse_args(words)
+    try:
+        result = report(arguments)
+    except RhymeMegError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(result, indent=2) if arguments.json else "\n".join(lines(result)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
