@@ -6,8 +6,8 @@ buffer; those of the live step are "generated" again, in groups of `--group` sam
 each draft the tokens that agree with the response, plus one. What comes out is what an engine would have seen if it had
 produced these responses: coverage, acceptance, tokens per request-step, and the speed that the step times predict.
 
-Texts become tokens by splitting them into words, numbers and single other characters (spaces are dropped); ids are numbered as they appear, so a
-trace needs no tokenizer. Lines with `output_token_ids` use those.
+Texts become tokens by splitting them into words, numbers and single other characters; lines with `output_token_ids` use
+those (`rhymemeg.histospec.trace`).
 
     tools/replay.py trace.jsonl.gz --history-step 400 --live-step 800 --policy paper fixed:4 goodput --batch 8 32
     tools/replay.py trace.jsonl.gz --epochs                  every step with the one before as its history
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -34,43 +33,7 @@ from rhymemeg.errors import RhymeMegError
 from rhymemeg.histospec.cost_model import CostModel
 from rhymemeg.histospec.drafter import Drafter, DrafterOptions, Rows
 from rhymemeg.histospec.history import HistoryBuffer
-from rhymemeg.histospec.warm_start import read_trace
-
-WORDS = re.compile(r"\w+|[^\w\s]")
-END = 0  # token that ends a text response
-
-
-@dataclasses.dataclass
-class Trace:
-    """prompts[p]: token ids of prompt p; responses[step][p]: (token ids, score) of its responses at that step."""
-
-    prompts: dict[int, list[int]]
-    responses: dict[int, dict[int, list[tuple[list[int], float]]]]
-    vocab_size: int
-
-
-def read(path: Path, group: int) -> Trace:
-    """The first `group` responses of every prompt at every step."""
-    words: dict[str, int] = {"": END}
-
-    def encode(text: str) -> list[int]:
-        return [words.setdefault(word, len(words)) for word in WORDS.findall(text)]
-
-    prompts: dict[int, list[int]] = {}
-    names: dict[Any, int] = {}
-    responses: dict[int, dict[int, list[tuple[list[int], float]]]] = defaultdict(lambda: defaultdict(list))
-    largest = 0
-    for _, line in read_trace(path):
-        prompt = names.setdefault(line.prompt_id if line.prompt_id is not None else line.input, len(names))
-        if prompt not in prompts:
-            prompts[prompt] = encode(line.input or "") or [END]
-        kept = responses[line.step][prompt]
-        if len(kept) < group:
-            ids = line.token_ids if line.token_ids is not None else [*encode(line.output or ""), END]
-            largest = max(largest, max(ids, default=0))
-            kept.append((ids, line.score))
-    return Trace(prompts, responses, max(largest + 1, len(words)))
-
+from rhymemeg.histospec.trace import Trace, read_trace_file, steps_of
 
 @dataclasses.dataclass
 class Engine:
@@ -307,14 +270,8 @@ def pairs(trace: Trace, arguments: argparse.Namespace) -> Iterator[tuple[int | N
     steps = sorted(trace.responses)
     if arguments.epochs:
         yield from zip([None, *steps[:-1]], steps)
-        return
-    live = steps[-1] if arguments.live_step is None else arguments.live_step
-    earlier = [step for step in steps if step < live]
-    history = (earlier[-1] if earlier else None) if arguments.history_step is None else arguments.history_step
-    for step in (live, history):
-        if step is not None and step not in trace.responses:
-            raise RhymeMegError(f"the trace has no step {step} (it has {steps})")
-    yield history, live
+    else:
+        yield steps_of(trace, arguments.history_step, arguments.live_step)
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -364,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
     try:
-        trace = read(arguments.trace, arguments.group)
+        trace = read_trace_file(arguments.trace, arguments.group)
         if not arguments.json:
             print(
                 "history  live  policy      sources   batch  coverage  accepted  tokens/step  match  predicted    draft us"
