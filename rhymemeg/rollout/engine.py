@@ -132,6 +132,11 @@ class RolloutEngine:
                 f"prompt {sid.prompt_id} has {len(sample.prompt_ids)} tokens, more than --max-prompt-len "
                 f"{self.spec.max_prompt_len}"
             )
+        tokens = [*sample.prompt_ids, *sample.response_ids]
+        if not sample.prompt_ids or min(tokens) < 0 or max(tokens) >= self.spec.arch.vocab_size:
+            raise RolloutError(
+                f"prompt {sid.prompt_id} is empty or has a token outside the vocabulary of {self.spec.arch.vocab_size}"
+            )
         if sampling.max_response_len > self.spec.max_response_len:
             raise RolloutError(
                 f"sample {sid}: a response of {sampling.max_response_len} tokens is asked for, the engine was started "
@@ -144,7 +149,7 @@ class RolloutEngine:
         try:
             self.vllm.add(
                 request_id,
-                [*sample.prompt_ids, *sample.response_ids],
+                tokens,
                 sampling,
                 sampling.max_response_len - had,
                 seed,

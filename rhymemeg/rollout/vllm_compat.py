@@ -189,6 +189,9 @@ class Output(NamedTuple):
 class VllmEngine:
     """See the module. Raises RolloutError where vLLM refuses to start."""
 
+    # Engines of this process; all of them use vLLM's one set of process groups.
+    _alive = 0
+
     def __init__(self, spec: EngineSpec, rank: int, local_rank: int, world_size: int) -> None:
         prepare_environment(spec.device_type)
         check_version()
@@ -216,6 +219,7 @@ class VllmEngine:
         self._client = self._llm.engine_core
         # vLLM's own shutdown, which would run when this object is collected, destroys all groups of torch.distributed.
         self._client._finalizer.detach()
+        VllmEngine._alive += 1
         self._core = self._client.engine_core
         self._tasks = self._llm.get_supported_tasks()
 
@@ -324,13 +328,15 @@ class VllmEngine:
         self._llm.wake_up(None if tags is None else list(tags))
 
     def close(self) -> None:
-        """Free the engine's memory and its process groups; those of the trainer stay."""
+        """Free the engine's memory and, with the last engine, vLLM's process groups; those of the trainer stay."""
         from vllm.distributed.parallel_state import destroy_model_parallel
 
         self._core.structured_output_manager.clear_backend()
         self._core.model_executor.shutdown()
         self._core.scheduler.shutdown()
-        destroy_model_parallel()
+        VllmEngine._alive -= 1
+        if not VllmEngine._alive:
+            destroy_model_parallel()
         del self._core, self._client, self._llm
         gc.unfreeze()  # vLLM froze what existed when it had started
         gc.collect()

@@ -300,7 +300,7 @@ class TestRefusals:
             engine.add(make(4, length=65), SAMPLED, 0)
         with pytest.raises(RolloutError, match="193 tokens is asked for"):
             engine.add(make(4), SamplingOptions(max_response_len=193), 0)
-        with pytest.raises(RolloutError, match=r"prompt 4 .* refused"):
+        with pytest.raises(RolloutError, match=r"prompt 4 .* outside the vocabulary of 96"):
             engine.add(Sample(SampleId(0, 4, 0), (tiny.VOCAB + 5,)), SAMPLED, 0)
         engine.add(make(4), SAMPLED, 0)
         with pytest.raises(RolloutError, match="0-4-0 is on engine 0 already"):
