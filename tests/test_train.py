@@ -108,7 +108,7 @@ class TestBadInput:
         [
             (("--hf-checkpoint", "nowhere"), "model folder 'nowhere' does not exist"),
             (("--tensor-model-parallel-size", "3"), "--tensor-model-parallel-size 3"),
-            (("--pipeline-model-parallel-size", "2"), "world size"),
+            (("--pipeline-model-parallel-size", "2"), "does not divide the number of ranks"),
             (("--reward", "no_such_reward"), "no_such_reward"),
             (("--prompt-data", "nowhere.jsonl"), "nowhere.jsonl"),
             (("--context-parallel-size", "2", "--tensor-model-parallel-size", "1"), "--context-parallel-size"),
@@ -129,3 +129,82 @@ class TestBadInput:
         file.write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": "1+1="\n')
         result = torchrun(2, *TRAIN, *SHORT, "--prompt-data", str(file), "--output-dir", str(tmp_path), timeout=90)
         said_once(result, f"{file}:2")
+
+    def test_reward_that_raises(self, tmp_path: Path) -> None:
+        (tmp_path / "my_reward.py").write_text(
+            "def grade(response, label, **info):\n    raise KeyError('no such column')\n"
+        )
+        result = torchrun(
+            2, *TRAIN, *SHORT, "--reward", "my_reward:grade", "--output-dir", str(tmp_path / "run"),
+            timeout=120, env={"PYTHONPATH": str(tmp_path)},
+        )  # fmt: skip
+        assert result.status != 0
+        message = re.search(r"my_reward:grade.*KeyError.*no such column.*prompt \d+", result.output)
+        assert message and result.output.count(message[0]) == 1, result.output[-6000:]
+
+    def test_weights_that_explode(self, tmp_path: Path) -> None:
+        """A learning rate that ruins the model: the step that would train on, or send, what is not finite ends the run."""
+        words = ("--lr", "1e38", "--lr-warmup-iters", "0", "--clip-grad", "0", "--output-dir", str(tmp_path))
+        result = torchrun(2, *TRAIN, *SHORT, *words, timeout=120)
+        assert result.status != 0 and "not finite" in result.output, result.output[-6000:]
+
+    def test_kv_cache_too_small_for_one_request(self, tmp_path: Path) -> None:
+        words = ("--vllm-kv-cache-memory-gib", "0.0001", "--output-dir", str(tmp_path))
+        said_once(torchrun(2, *TRAIN, *SHORT, *words, timeout=120), "--vllm-kv-cache-memory-gib 0.0001")
+
+    def test_a_killed_rank_is_named(self, tmp_path: Path) -> None:
+        """SIGKILL to rank 1 while it trains: the run ends, and the survivor says which rank it was."""
+        process = start(
+            2, (*TRAIN, *SHORT, "--train-iters", "500", "--eval-interval", "0", "--output-dir", str(tmp_path))
+        )
+        try:
+            deadline = time.monotonic() + 150
+            while not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").read_text():
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.5)
+            victim = rank_process(process.pid, 1)
+            os.kill(victim, signal.SIGKILL)
+            killed = time.monotonic()
+            result = finish(process, 60)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        assert time.monotonic() - killed < 45
+        assert result.status != 0
+        assert re.search(rf"rank 1 .*{victim}", result.output), result.output[-6000:]
+
+
+def rank_process(agent: int, rank: int) -> int:
+    """Process id of a rank under a torchrun agent, from the environment that the agent gave it."""
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            status = (folder / "status").read_text()
+            environment = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"PPid:\t{agent}\n" in status and f"RANK={rank}".encode() in environment:
+            return int(folder.name)
+    raise AssertionError(f"no process of rank {rank} under {agent}")
+
+
+@pytest.mark.distributed
+@pytest.mark.engine
+def test_full_disk_keeps_the_previous_checkpoint(two_ranks: Path, tmp_path: Path) -> None:
+    """Checkpoint files larger than the process may write: the save fails with a message, and what was there stays whole."""
+    first = torchrun(2, *TRAIN, *SHORT, "--train-iters", "1", "--eval-interval", "0", "--output-dir", str(tmp_path))
+    first.check()
+    before = {
+        p.relative_to(tmp_path): p.read_bytes() for p in sorted((tmp_path / "checkpoints").rglob("*")) if p.is_file()
+    }
+    assert before
+    words = ("--load", "auto", "--eval-interval", "0", "--output-dir", str(tmp_path), "--tensorboard", "False")
+    result = torchrun(2, "--module", "tests.small_disk", *TRAIN[2:], *SHORT, *words)
+    assert result.status != 0 and re.search("No space left|File too large", result.output), result.output[-6000:]
+    after = {
+        p.relative_to(tmp_path): p.read_bytes() for p in sorted((tmp_path / "checkpoints").rglob("*")) if p.is_file()
+    }
+    assert after == before
+    again = torchrun(2, *TRAIN, *SHORT, "--load", "auto", "--eval-interval", "0", "--output-dir", str(tmp_path)).check()
+    assert "resuming" in again
