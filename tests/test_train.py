@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.torchrun import Result, torchrun
+from tests.torchrun import Result, finish, start, torchrun
 
 MODEL = "launch/quickstart_model"
 TRAIN = ("--module", "rhymemeg.train", "--config", "launch/configs/quickstart.yaml", "--display", "lines")
