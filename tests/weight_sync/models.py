@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 
 from rhymemeg.arch import ModelArch
+from rhymemeg.weight_sync.deepseek import describe
 
 if TYPE_CHECKING:
     import torch
@@ -62,13 +63,37 @@ def write_checkpoint(folder: Path, architecture: str, seed: int = 0, **changes: 
     return tensors
 
 
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 37,
+    "hidden_size": 6,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 5,
+    "kv_lora_rank": 3,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 3,
+    "max_position_embeddings": 64,
+}
+"""A DeepSeek-V3 with few of everything."""
+
 ARCHITECTURES = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"]
 
 
 @st.composite
 def random_arch(draw: st.DrawFn, tp: int = 1, etp: int = 1, ep: int = 1) -> ModelArch:
     """A small model that these sizes divide."""
-    name = draw(st.sampled_from(ARCHITECTURES))
+    name = draw(st.sampled_from([*ARCHITECTURES, "DeepseekV3ForCausalLM"]))
+    if name == "DeepseekV3ForCausalLM":
+        experts = {"n_routed_experts": ep * draw(st.integers(1, 3)), "q_lora_rank": draw(st.sampled_from([None, 5]))}
+        return describe({**DEEPSEEK, **experts, "n_shared_experts": draw(st.integers(0, 2))})
     kv = draw(st.sampled_from([1, 2, 4, 8]))
     heads = kv * draw(st.sampled_from([x for x in (1, 2, 3, 4, 8) if kv * x % tp == 0] or [tp]))
     changes: dict[str, Any] = {
