@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from rhymemeg.histopipe.plan import Plan, PlanRequest
+from rhymemeg.histopipe.predict import bounded_growth
 
 REASONS = {
     "random": "prompts in an order drawn from (seed, step, prompt id), cut into equal parts",
@@ -81,7 +82,7 @@ def _predictions(plan: Plan, request: PlanRequest) -> str:
     low, mid, high = np.percentile(p.mean, (10, 50, 90))
     return (
         f"predictions: {known} of {len(p.known)} prompts have a history (the rest get the median), growth "
-        f"{f.growth:.2f}; "
+        f"{bounded_growth(f.growth):.2f}; "
         f"mean length by prompt: 10 % below {low:.0f}, half below {mid:.0f}, 90 % below {high:.0f} tokens"
     )
 

@@ -109,15 +109,16 @@ def _check(request: PlanRequest) -> None:
             raise ValueError(
                 f"{name}prompt_ids {np.shape(ids)} and {name}history {np.shape(history)}: want [P] and [P, H]"
             )
-        if len(np.unique(ids)) != len(ids):
-            raise ValueError(f"{name}prompt_ids: a prompt occurs twice in the step")
     if np.ndim(request.finished_early) != 2 or np.shape(request.finished_early)[1] != 2:
         raise ValueError(f"finished_early {np.shape(request.finished_early)}: want [F, 2]")
 
 
 def _sorted_prompts(prompt_ids: Ints, history: Floats) -> tuple[Ints, Floats]:
     order = np.argsort(prompt_ids, kind="stable")
-    return np.asarray(prompt_ids, np.int64)[order], np.asarray(history, np.float64)[order]
+    ids = np.asarray(prompt_ids, np.int64)[order]
+    if (np.diff(ids) == 0).any():
+        raise ValueError("prompt_ids: a prompt occurs twice in the step")
+    return ids, np.asarray(history, np.float64)[order]
 
 
 def _place_resumed(request: PlanRequest) -> tuple[Requests, Ints, Floats, int]:

@@ -11,7 +11,6 @@ prompts well and single samples less so; nothing here pretends to tell the sampl
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -41,9 +40,10 @@ def history_matrix(prompt_ids: Sequence[int] | Ints, lengths: Mapping[int, Seque
 def usable(history: npt.ArrayLike, cap: int) -> Floats:
     """The history as floats with what is not a length replaced by NaN and the rest cut at the cap."""
     lengths = np.array(history, dtype=np.float64, ndmin=2)
-    with np.errstate(invalid="ignore"):
-        lengths[~(np.isfinite(lengths) & (lengths > 0))] = np.nan
-    return np.minimum(lengths, float(cap))
+    bad = ~((lengths > 0) & (lengths < np.inf))
+    if bad.any():
+        lengths[bad] = np.nan
+    return np.minimum(lengths, float(cap), out=lengths)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,35 +63,30 @@ def predict(history: npt.ArrayLike, cap: int, growth: float = 1.0, trust: bool =
     lengths = usable(history, cap)
     if not trust:
         lengths = np.full((lengths.shape[0], 1), np.nan)
-    lengths = np.clip(lengths * _clean_growth(growth), 1.0, float(cap))
-    # Sorted rows make every sum independent of the order in which last epoch's samples were listed.
-    lengths = np.sort(lengths, axis=1)
-    known: npt.NDArray[np.bool_] = np.isfinite(lengths).sum(axis=1) > 0
+    np.clip(lengths * bounded_growth(growth), 1.0, float(cap), out=lengths)
+    # Sorted rows (NaN last) make sums independent of the order in which last epoch's samples were listed.
+    lengths.sort(axis=1)
+    missing = np.isnan(lengths)
+    count = lengths.shape[1] - missing.sum(axis=1)
+    known: npt.NDArray[np.bool_] = count > 0
     if not known.any():
         constant = np.full(lengths.shape[0], cap / 4)
         return Prediction(constant, constant, constant, known)
-    with warnings.catch_warnings():  # rows without history: NaN until filled below
-        warnings.simplefilter("ignore", RuntimeWarning)
-        columns = (_row_mean(lengths), _row_median(lengths), np.nanmax(lengths, axis=1))
+    row, most = np.arange(len(lengths)), np.maximum(count, 1)
+    lengths[missing] = 0.0
+    columns = (
+        lengths.sum(axis=1) / most,
+        (lengths[row, (most - 1) // 2] + lengths[row, most // 2]) / 2,
+        lengths[row, most - 1],
+    )
     mean, median, longest = (np.where(known, column, np.median(column[known])) for column in columns)
     return Prediction(mean, median, longest, known)
 
 
-def _clean_growth(growth: float) -> float:
+def bounded_growth(growth: float) -> float:
+    """The growth in use: within `GROWTH_RANGE`, 1 for what is no number."""
     low, high = GROWTH_RANGE
     return min(max(growth, low), high) if math.isfinite(growth) else 1.0
-
-
-def _row_mean(sorted_rows: Floats) -> Floats:
-    counts = (~np.isnan(sorted_rows)).sum(axis=1)
-    return np.nansum(sorted_rows, axis=1) / counts
-
-
-def _row_median(sorted_rows: Floats) -> Floats:
-    """Median of each row's numbers (NaN sorts last). `np.nanmedian` loops over rows in Python and is far slower."""
-    counts = np.maximum((~np.isnan(sorted_rows)).sum(axis=1), 1)
-    rows = np.arange(len(sorted_rows))
-    return (sorted_rows[rows, (counts - 1) // 2] + sorted_rows[rows, counts // 2]) / 2
 
 
 def remaining(tokens: Ints, references: npt.ArrayLike, cap: int) -> Floats:
@@ -152,7 +147,7 @@ class Feedback:
         before, now = before[both], now[both]
         predicted = before * self.growth
         return Feedback(
-            growth=_clean_growth(_blend(self.growth, float(now.mean() / before.mean()))),
+            growth=bounded_growth(_blend(self.growth, float(now.mean() / before.mean()))),
             rank_correlation=_blend(self.rank_correlation, rank_correlation(before, now)),
             error=_blend(self.error, float(np.abs(predicted - now).mean() / now.mean())),
         )

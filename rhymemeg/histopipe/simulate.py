@@ -42,7 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "carry": 0.05,
         "steal": False,
     },
-    "paper": {"policy": "paper", "early": 1.0, "migrate": True, "carry": 0.05, "steal": False},
+    "paper": {"policy": "paper", "early": 1.0, "migrate": True, "carry": 0.05, "steal": False, "keep_place": True},
     "random-carry": {"policy": "random", "carry": 0.03},
     "complement-group": {"carry": 0.03, "early": 0.05, "layout": "group"},
     "complement": {"carry": 0.03, "early": 0.05},

@@ -23,7 +23,7 @@ from rhymemeg.histopipe.plan import Layout, Plan, PlanRequest, Requests
 from rhymemeg.histopipe.planner import plan
 from rhymemeg.histopipe.predict import CarryControl, Feedback, Floats, rank_correlation
 from rhymemeg.histopipe.record import Span, WindowRecord
-from rhymemeg.histopipe.window import MIN_BETA, Counts, EngineLedger, choose_victim, is_outlier, may_close
+from rhymemeg.histopipe.window import MIN_BETA, EngineLedger, Progress, WindowTotals, choose_victim, is_outlier
 from rhymemeg.histopipe.workloads import StepLengths
 
 
@@ -67,7 +67,7 @@ class Setting:
     adapt: bool = True
     """Growth and trust are learned from past windows."""
     engines: int = 32
-    slots: int = 256
+    slots: int = 64
     samples: int = 16
     cap: int = 16384
     prompt_tokens: int = 200
@@ -112,6 +112,8 @@ class Simulator:
         self.carry = CarryControl(setting.carry)
         self.unfinished: list[_Response] = []
         self.finished_early: list[int] = []
+        self.trained: list[int] = []
+        """Keys of the samples that the last window made complete for training."""
         self.lengths: dict[int, list[int]] = {}
         self.history: dict[int, Floats] = {}
         self.last_plan: Plan | None = None
@@ -188,6 +190,7 @@ class Simulator:
         if self.setting.adapt:
             self.feedback = window.feedback
         self.carry = self.carry.after(now.actual.ravel(), self.setting.cap)
+        self.trained = window.finished
         self.unfinished, self.finished_early = window.left, window.done_early
         self.step += 1
         return record
@@ -208,6 +211,7 @@ class _Window:
         self.left: list[_Response] = []
         self.migrated_out: list[_Response] = []
         self.spans: list[Span] = []
+        self.moved: set[int] = set()
         self.stolen = self.migrated = self.recomputed = self.early_started = 0
         self.events: list[tuple[float, int]] = []
         resumed_keys = self._resumed_keys()
@@ -228,9 +232,8 @@ class _Window:
             self.engines.append(_Engine(EngineLedger(e, s.slots, resumed, queue, early, s.early_in_free_slots)))
         self.backlog = np.array([engine.ledger.backlog for engine in self.engines], np.int64)
         self.early_backlog = np.array([engine.ledger.early_backlog for engine in self.engines], np.int64)
-        self.unfinished = len(queue_keys) + len(resumed_keys)
-        self.due = len(resumed_keys)
-        self.not_started = self.unfinished
+        self.samples, self.due = len(queue_keys) + len(resumed_keys), len(resumed_keys)
+        self.started = self.settled = self.due_settled = 0
         if s.migrate:
             self._prepare_migration()
 
@@ -268,8 +271,10 @@ class _Window:
             e = (e + 1) % len(self.engines)
         for e in range(len(self.engines)):
             self._fill(e, 0.0)
+        # Under `paper` what may be carried is only what migrates, see `_crossed`.
         limit = 0 if self.setting.migrate else self.plan.max_unfinished
-        while not may_close(Counts(self.unfinished, self.due, self.not_started), limit):
+        totals = WindowTotals(self.samples, self.due, limit)
+        while not totals.may_close(Progress(self.started, self.settled, self.due_settled)):
             t, e = heapq.heappop(self.events)
             self._event(e, t)
             self.seconds = t
@@ -307,8 +312,8 @@ class _Window:
         due = engine.ledger.is_due(key)
         if engine.ledger.finish(key):
             self.finished.append(key)
-            self.unfinished -= 1
-            self.due -= due
+            self.settled += 1
+            self.due_settled += due
             if self.setting.migrate and key // self.per_step == self.step:
                 self.group_left[self.group_of[key % self.per_step]] -= 1
         else:
@@ -354,7 +359,7 @@ class _Window:
                 self.early_started += 1
                 self.early_backlog[e] = ledger.early_backlog
             else:
-                self.not_started -= 1
+                self.started += key not in self.moved
                 self.backlog[e] = ledger.backlog
             have = self.had.get(key, 0)
             prompt = key // s.samples
@@ -393,17 +398,14 @@ class _Window:
             return False
         if not s.steal:
             return False
-        if self.not_started == 0:
+        if self.started == self.samples:
             return self._steal_early(e)
         choice = choose_victim(self.backlog, e)
         if choice is None:
             return self._steal_early(e)
         victim, number = choice
-        keys = self.engines[victim].ledger.grant(e, number)
-        if not keys:
-            return False
+        keys = self.engines[victim].ledger.give(number)
         engine.ledger.accept(keys)
-        self.engines[victim].ledger.acknowledge(e)
         self.backlog[victim], self.backlog[e] = self.engines[victim].ledger.backlog, engine.ledger.backlog
         self.stolen += len(keys)
         return True
@@ -441,7 +443,7 @@ class _Window:
             # Long groups have nowhere longer to go: their outliers join the next step, if they may.
             if not engine.ledger.is_due(key) and len(self.migrated_out) < self.plan.max_unfinished:
                 self.migrated += 1
-                self.unfinished -= 1
+                self.settled += 1
                 engine.ledger.release(key)
                 self.migrated_out.append(_Response(key, e, self._leave(engine, key, t, "carried")))
             return
@@ -458,12 +460,11 @@ class _Window:
 
     def _move(self, e: int, target: int, key: int, t: float) -> None:
         engine = self.engines[e]
-        due = engine.ledger.is_due(key)
-        engine.ledger.release(key)
+        due = engine.ledger.move_out(key)
         self.had[key] = self._leave(engine, key, t, "moved")
         self._advance(self.engines[target], t)
-        self.engines[target].ledger.adopt(key, due)
-        self.not_started += 1
+        self.engines[target].ledger.move_in(key, due)
+        self.moved.add(key)
         self.migrated += 1
         self._fill(target, t)
 

@@ -3,12 +3,12 @@
 One window, seen from one engine (`EngineLedger`):
 
     resume   responses with tokens first, then new ones in plan order, then (if allowed) early ones of the next step
-    count    publish `Counts`; all three numbers of this step only ever fall, so sums of old readings are never too low
-    close    as soon as the summed counts pass `may_close`, whoever sees it first says so, once; everybody stops at its
-             next poll, and what still runs is paused with its tokens (`EngineLedger.close`)
-    steal    an engine with free slots and an empty queue asks the one with the longest queue (`choose_victim`); the
-             asked one gives the end of its queue (`grant`) and goes on counting those until the thief has them
-             (`acknowledge`)
+    count    publish `Progress`: events, not states, so its numbers only grow and do not change when work moves. Sums of
+             old readings therefore never claim more than has happened, in whatever order the engines are read
+    close    as soon as the summed progress passes `WindowTotals.may_close`, whoever sees it first says so, once;
+             everybody stops at its next poll, and what still runs is paused with its tokens (`EngineLedger.close`)
+    steal    an engine with free slots and an empty queue asks the one with the longest queue (`choose_victim`), which
+             gives the end of it (`give`). On the way the requests are not started, so the window cannot close over them
     migrate  `paper` only: a running response that outgrew its ranking group moves on (`is_outlier`)
 
 Staleness. A response that started in this window may be carried into the next and must end there; one that was resumed
@@ -34,35 +34,48 @@ from rhymemeg.errors import RolloutError
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Counts(NamedTuple):
-    """Samples of this step on one engine, or on all of them.
+class Progress(NamedTuple):
+    """What happened to the samples of this step since the window began, on one engine or on all of them.
 
-    unfinished  not complete yet: running, waiting, or promised to a thief that has not confirmed
-    due         those of them that may not be carried, because they had tokens before the window
-    waiting     those of them that have no tokens from this window yet and are not running
+    started      began or resumed; counted once, by the engine where it happened first
+    settled      complete, or released to the next window (`EngineLedger.release`)
+    due_settled  those of them that were not allowed to be carried, because they had tokens before the window
     """
 
-    unfinished: int
-    due: int
-    waiting: int
+    started: int
+    settled: int
+    due_settled: int
 
-    def __add__(self, other: object) -> Counts:
-        if not isinstance(other, Counts):
+    def __add__(self, other: object) -> Progress:
+        if not isinstance(other, Progress):
             return NotImplemented
-        return Counts(self.unfinished + other.unfinished, self.due + other.due, self.waiting + other.waiting)
+        return Progress(*(a + b for a, b in zip(self, other)))
 
 
-def total(counts: Iterable[Counts]) -> Counts:
+def total(progress: Iterable[Progress]) -> Progress:
     """Sum over engines."""
-    result = Counts(0, 0, 0)
-    for one in counts:
+    result = Progress(0, 0, 0)
+    for one in progress:
         result = result + one
     return result
 
 
-def may_close(counts: Counts, max_unfinished: int) -> bool:
-    """The window may close: everything due is complete, everything has started, and few enough are still running."""
-    return counts.due == 0 and counts.waiting == 0 and counts.unfinished <= max_unfinished
+@dataclass(frozen=True)
+class WindowTotals:
+    """What the plan says: samples of this step that have to be worked on (new and resumed), how many of them are due
+    (resumed), and how many may be left unfinished."""
+
+    samples: int
+    due: int
+    max_unfinished: int
+
+    def may_close(self, progress: Progress) -> bool:
+        """Everything has started, everything due is complete, and few enough are still running."""
+        return (
+            progress.started == self.samples
+            and progress.due_settled == self.due
+            and self.samples - progress.settled <= self.max_unfinished
+        )
 
 
 def choose_victim(backlog: npt.NDArray[np.int64], thief: int) -> tuple[int, int] | None:
@@ -121,7 +134,8 @@ class EngineLedger(Generic[Key]):
         self._due: set[Key] = set(self._resumed)
         self._running: dict[Key, None] = {}  # insertion order: the order of starting
         self._running_early: dict[Key, None] = {}
-        self._granted: dict[int, tuple[Key, ...]] = {}
+        self._moved_in: set[Key] = set()  # started elsewhere: not to be counted again
+        self._started = self._settled = self._due_settled = 0
         self.closed = False
 
     @property
@@ -135,7 +149,7 @@ class EngineLedger(Generic[Key]):
 
     @property
     def waiting(self) -> int:
-        """Requests of this step that could start here; not those promised to a thief."""
+        """Requests of this step that are to start here."""
         return len(self._resumed) + len(self._queue)
 
     @property
@@ -143,11 +157,9 @@ class EngineLedger(Generic[Key]):
         """New requests beyond what the free slots are about to take: what others may steal."""
         return min(len(self._queue), max(0, self.waiting - max(self.free, 0)))
 
-    def counts(self) -> Counts:
+    def progress(self) -> Progress:
         """What this engine publishes."""
-        promised = sum(map(len, self._granted.values()))
-        waiting = self.waiting + promised
-        return Counts(waiting + len(self._running), len(self._due), waiting)
+        return Progress(self._started, self._settled, self._due_settled)
 
     # ----------------------------------------------------------------------------------------------------------- run
 
@@ -166,6 +178,10 @@ class EngineLedger(Generic[Key]):
         else:
             return None
         self._running[key] = None
+        if key in self._moved_in:
+            self._moved_in.discard(key)
+        else:
+            self._started += 1
         return key
 
     def finish(self, key: Key) -> bool:
@@ -175,8 +191,14 @@ class EngineLedger(Generic[Key]):
             del self._running_early[key]
             return False
         del self._running[key]
-        self._due.discard(key)
+        self._settle(key)
         return True
+
+    def _settle(self, key: Key) -> None:
+        self._settled += 1
+        if key in self._due:
+            self._due.discard(key)
+            self._due_settled += 1
 
     # --------------------------------------------------------------------------------------------------------- steal
 
@@ -188,20 +210,10 @@ class EngineLedger(Generic[Key]):
         """Would start samples of the next step if it had any."""
         return self.wants_work() and not self._early and (self._early_in_free_slots or not self._running)
 
-    def grant(self, thief: int, number: int) -> tuple[Key, ...]:
-        """Promise the last `number` queued requests (those that would start last) to `thief`. They stay in this
-        engine's counts until `acknowledge`. Never what its own free slots are about to take. Empty where there is
-        nothing to give, or the window is closed."""
-        if self.closed or thief in self._granted or thief == self.engine:
-            return ()
-        keys = tuple(self._queue.pop() for _ in range(min(number, self.backlog)))[::-1]
-        if keys:
-            self._granted[thief] = keys
-        return keys
-
-    def acknowledge(self, thief: int) -> None:
-        """The thief has published counts that contain what it was promised."""
-        del self._granted[thief]
+    def give(self, number: int) -> tuple[Key, ...]:
+        """Up to `number` queued requests, those that would start last, for another engine (`accept` there). Never what
+        its own free slots are about to take; empty where there is nothing to give."""
+        return tuple(self._queue.pop() for _ in range(min(number, self.backlog)))[::-1]
 
     @property
     def early_backlog(self) -> int:
@@ -214,22 +226,29 @@ class EngineLedger(Generic[Key]):
         return tuple(self._early.pop() for _ in range(min(number, len(self._early))))[::-1]
 
     def accept(self, keys: Iterable[Key], early: bool = False) -> None:
-        """Queue what was granted by another engine or pulled from the shared queue (`early`: of the next step)."""
+        """Queue what another engine gave or what was pulled from the shared queue (`early`: of the next step)."""
         (self._early if early else self._queue).extend(keys)
 
     # ------------------------------------------------------------------------------------------------------- migrate
 
     def release(self, key: Key) -> None:
-        """A running request leaves for another engine (`adopt` there) or, if it may be carried, for the next window."""
-        if key in self._running_early:
-            del self._running_early[key]
-            return
+        """A running request leaves for the next window, before the close; KeyError if it must end in this one."""
+        if key in self._due:
+            raise KeyError(key)
         del self._running[key]
-        self._due.discard(key)
+        self._settle(key)
 
-    def adopt(self, key: Key, due: bool) -> None:
-        """Queue a request with tokens that comes from another engine, before everything new."""
+    def move_out(self, key: Key) -> bool:
+        """A running request leaves for another engine, with its tokens; whether it is due goes with it (`move_in`)."""
+        del self._running[key]
+        due = key in self._due
+        self._due.discard(key)
+        return due
+
+    def move_in(self, key: Key, due: bool) -> None:
+        """Queue a request that came with tokens from another engine, before everything new."""
         self._resumed.append(key)
+        self._moved_in.add(key)
         if due:
             self._due.add(key)
 
@@ -241,9 +260,9 @@ class EngineLedger(Generic[Key]):
 
     def close(self) -> Paused[Key]:
         """Stop. RolloutError if something is left that may not be carried: the window was closed against its rules."""
-        if self.waiting or self._granted or self._due:
+        if self.waiting or self._due:
             raise RolloutError(
-                f"engine {self.engine}: the window was closed with {self.counts().waiting} requests not started and "
+                f"engine {self.engine}: the window was closed with {self.waiting} requests not started and "
                 f"{len(self._due)} that may not be carried"
             )
         self.closed = True

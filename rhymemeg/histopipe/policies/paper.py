@@ -103,9 +103,7 @@ def engines_of_groups(cost: CostModel, work: Floats, length: Floats, slots: int,
             break
         high *= 2
         best = fit(high)
-    if best is None:
-        # The shortest group needs all engines to meet t0 and no slope helps the first position: share them evenly.
-        best, high = np.ones(count, np.int64), 0.0
+    assert best is not None  # one engine each, two for the first group where there are more, fits any steep slope
     low, slope = 0.0, high
     for _ in range(BISECTIONS):
         middle = (low + slope) / 2
