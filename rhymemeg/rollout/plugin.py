@@ -1,9 +1,10 @@
 """Replacements for what vLLM does wrongly on CPU, installed through the entry point `vllm.general_plugins`.
 
 `register()` may be called any number of times; it does nothing on GPU and nothing on versions that are not listed in
-`vllm_compat.FAULTY_CPU_SAMPLING`. vLLM's CPU build replaces Triton kernels by functions of
-`vllm.utils.cpu_triton_utils`, looked up when a worker starts. In three of them speculative decoding at a temperature
-above 0 draws from the wrong distribution:
+`vllm_compat`.
+
+Sampling. vLLM's CPU build replaces Triton kernels by functions of `vllm.utils.cpu_triton_utils`, looked up when a
+worker starts. In three of them speculative decoding at a temperature above 0 draws from the wrong distribution:
 
 * `expand` (one value a request -> one value a token) casts its output, writes to the copy and drops it, so that
   temperature (float32), top-p (float32) and top-k (int32) of the draft positions are whatever the memory held;
@@ -15,10 +16,12 @@ a deterministic draft, q = one-hot(x): accept x with probability p(x), otherwise
 the bonus token. A placeholder has p = 0, so it is refused and nothing is taken out of p: the token after it is drawn
 from p. Drafts that come with probabilities (draft models) have no placeholders and keep vLLM's kernels.
 
+Weight updates. The packed layout of a mixture-of-experts layer is made on the first load only; a later one leaves the
+plain layout in its place and the outputs wrong (`vllm_compat.replace_cpu_expert_update`).
+
 Two more replacements change no result. The function that ranks a sampled token in the vocabulary loses its compilation,
-which costs seconds at the first token. And a name: tensor-parallel ranks on CPU meet in shared memory, under a name
-that is the same for every job on the machine when the launcher is torchrun. The port of the job's store makes it
-unique.
+which costs seconds at the first token. And tensor-parallel ranks on CPU meet in shared memory, under a name that is the
+same for every job on the machine when the launcher is torchrun; the port of the job's store makes it unique.
 """
 
 from __future__ import annotations
@@ -88,7 +91,9 @@ def shared_memory_name(name: str) -> str:
 
 def register() -> None:
     """Install the replacements in this process, where they are needed."""
-    if vllm_compat.has_faulty_cpu_sampling():
+    if vllm_compat.is_cpu_build(vllm_compat.FAULTY_CPU_SAMPLING):
         vllm_compat.replace_cpu_sampling(expand, random_sample, sample_recovered)
         vllm_compat.replace_cpu_compiled_ranks()
         vllm_compat.replace_cpu_shared_memory_name(shared_memory_name)
+    if vllm_compat.is_cpu_build(vllm_compat.FAULTY_CPU_EXPERTS):
+        vllm_compat.replace_cpu_expert_update()

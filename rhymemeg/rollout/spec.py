@@ -24,6 +24,8 @@ GIB = 1 << 30
 # prompts, so that the samples of a group would share nothing of theirs.
 CPU_BLOCK_SIZE = 32
 CPU_BATCHED_TOKENS = 2048
+# Widths of an attention head that vLLM's CPU kernel has.
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,11 @@ class EngineSpec:
         if arch.num_key_value_heads % tp and tp % arch.num_key_value_heads:
             raise ConfigError(
                 f"{option} is neither a divisor nor a multiple of the {arch.num_key_value_heads} key-value heads"
+            )
+        if self.device_type == "cpu" and arch.head_dim not in CPU_HEAD_SIZES:
+            raise ConfigError(
+                f"--hf-checkpoint: the engine's CPU attention has no heads of width {arch.head_dim} (it has "
+                f"{', '.join(map(str, CPU_HEAD_SIZES))})"
             )
         if self.max_prompt_len + self.max_response_len > arch.max_position_embeddings:
             raise ConfigError(

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SUPPORTED = ("0.32",)
-# The CPU builds whose rejection sampling is replaced by `rollout.plugin`.
+# The CPU builds in which `rollout.plugin` replaces rejection sampling, and the update of experts.
 FAULTY_CPU_SAMPLING = ("0.32", "0.33")
+FAULTY_CPU_EXPERTS = ("0.32",)
 
 
 # ---------------------------------------------------------------------------------------------------------- environment
@@ -95,11 +96,11 @@ def _confined() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------- replacements (rollout.plugin)
 
 
-def has_faulty_cpu_sampling() -> bool:
-    """Whether this is a CPU build of a version whose fallbacks need replacing."""
+def is_cpu_build(of: Sequence[str]) -> bool:
+    """Whether this is a CPU build of one of the versions."""
     from vllm.platforms import current_platform
 
-    return bool(current_platform.is_cpu()) and _is_version(FAULTY_CPU_SAMPLING)
+    return bool(current_platform.is_cpu()) and _is_version(of)
 
 
 def replace_cpu_sampling(
@@ -145,6 +146,25 @@ def replace_cpu_sampling(
             "sample_recovered_tokens_kernel": recovered_kernel,
         }
         dispatcher.register_kernels({sampler + name: function for name, function in names.items()})
+
+
+def replace_cpu_expert_update() -> None:
+    """Prepack the weights of experts on every load. vLLM does it on the first one only; a later one copies the plain
+    layout into the memory of the packed one, which gives wrong outputs without an error."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    own = UnquantizedFusedMoEMethod._setup_kernel
+    if getattr(own, "_rhymemeg", False):
+        return
+
+    def setup_kernel(self: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
+        update = self.moe_kernel is not None
+        own(self, layer, w13, w2)
+        if update:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    setup_kernel._rhymemeg = True  # type: ignore[attr-defined]
+    UnquantizedFusedMoEMethod._setup_kernel = setup_kernel
 
 
 def replace_cpu_compiled_ranks() -> None:

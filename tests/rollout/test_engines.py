@@ -1,4 +1,5 @@
-"""Engines of several ranks: the responses do not depend on how many engines there are nor on their tensor parallelism."""
+"""Engines of several ranks: the responses do not depend on how many engines there are nor on their tensor
+parallelism."""
 
 from __future__ import annotations
 

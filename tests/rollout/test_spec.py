@@ -71,6 +71,7 @@ class TestSpec:
             ({"tensor_parallel_size": 2}, 3, "--vllm-tensor-parallel-size 2 does not divide the world size 3"),
             ({"tensor_parallel_size": 3}, 3, "--vllm-tensor-parallel-size 3 does not divide the 4 attention heads"),
             ({"max_response_len": 449}, 1, "--max-prompt-len + --max-response-len = 513 exceeds"),
+            ({"arch": replace(ARCH, head_dim=16)}, 1, "CPU attention has no heads of width 16"),
             ({"kv_cache_memory": 100 * 1024}, 1, "--vllm-kv-cache-memory-gib"),
         ],
     )

@@ -32,7 +32,7 @@ def one_rank() -> OneRank:
     return OneRank()
 
 
-def make_model(folder: Path, *, tie: bool = False, seed: int = 0, eos: int = 1) -> Path:
+def make_model(folder: Path, *, tie: bool = False, seed: int = 0) -> Path:
     """Save a random Qwen3 whose next-token distributions are neither flat nor peaked."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -47,7 +47,7 @@ def make_model(folder: Path, *, tie: bool = False, seed: int = 0, eos: int = 1) 
         head_dim=32,
         max_position_embeddings=512,
         tie_word_embeddings=tie,
-        eos_token_id=eos,
+        eos_token_id=1,
         bos_token_id=0,
         initializer_range=0.15,
     )
