@@ -3,8 +3,9 @@
     python -m rhymemeg.weight_sync.plan --model config.json --actor tp=8,pp=16,ep=32,etp=1,dp=16 --engine tp=8 --json
 
 Prints the moves, the bytes over the wire and copied locally, the least that any plan could move, the load of the
-busiest ranks, planning time and memory, an estimate of the seconds for given bandwidths, and the same figures for
-trainers that gather every tensor on every rank. Layouts that do not fit the model are refused as in a run.
+busiest ranks, planning time and memory, an estimate of the seconds for given bandwidths (bucket by bucket, as the
+transfer goes, and if all of it could go at once), and the same figures for trainers that gather every tensor on every
+rank. Layouts that do not fit the model are refused as in a run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rhymemeg.arch import ModelArch
 from rhymemeg.config import ParallelOptions
 from rhymemeg.errors import ConfigError, RhymeMegError
@@ -26,7 +29,7 @@ from rhymemeg.parallel.layout_checks import check_layout, check_world_size, desc
 from rhymemeg.weight_sync.boxes import numel, whole
 from rhymemeg.weight_sync.deepseek import describe
 from rhymemeg.weight_sync.layouts import ModelLayout
-from rhymemeg.weight_sync.planner import EngineTarget, Holders, Plan, Traffic, make_plan
+from rhymemeg.weight_sync.planner import EngineTarget, Holders, Plan, make_plan
 from rhymemeg.weight_sync.topology import ActorLayout, EngineLayout
 
 ACTOR_KEYS = {
@@ -70,10 +73,41 @@ class Bandwidths:
     node: float
     network: float
 
-    def seconds(self, traffic: Traffic) -> float:
-        """Time of the busiest rank, each link and direction working on its own."""
-        node = max(*traffic.received_near, *traffic.sent_near) / self.node
-        return max(node, max(*traffic.received_far, *traffic.sent_far) / self.network)
+    def seconds(self, near: Loads, far: Loads) -> float:
+        """Time until the busiest rank is done, each link and direction working on its own."""
+        return max(max(map(np.max, near)) / self.node, max(map(np.max, far)) / self.network)
+
+
+Loads = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]
+"""Bytes received and sent, by rank."""
+
+
+def estimated_seconds(plan: Plan, bandwidths: Bandwidths) -> float:
+    """The transfer goes bucket by bucket, so its time is the sum over buckets of the busiest rank's time in each."""
+    world, node = plan.world, plan.ranks_per_node
+    # What a byte of a class and part adds: (targets, sources, times that each source sends), within nodes and across.
+    wires: dict[tuple[int, int], list[tuple[Any, Any, Any]]] = {}
+    for c, group in enumerate(plan.classes):
+        targets = np.asarray(group.needers)
+        for part, chosen in enumerate(group.sources):
+            sources = np.asarray(chosen)
+            same = targets // node == sources // node
+            masks = (same & (targets != sources), ~same)
+            wires[c, part] = [(targets[m], *np.unique(sources[m], return_counts=True)) for m in masks]
+    seconds, atoms = 0.0, iter(plan.atoms)
+    atom = next(atoms, None)
+    for bucket in plan.buckets:
+        sizes: dict[tuple[int, int], int] = defaultdict(int)
+        while atom is not None and atom.tensor < bucket.stop:
+            sizes[atom.group, atom.part] += numel(atom.box) * plan.tensors[atom.tensor].itemsize
+            atom = next(atoms, None)
+        loads: list[Loads] = [(np.zeros(world), np.zeros(world)) for _ in range(2)]
+        for key, size in sizes.items():
+            for (received, sent), (targets, sources, times) in zip(loads, wires[key]):
+                received[targets] += size
+                sent[sources] += size * times
+        seconds += bandwidths.seconds(*loads)
+    return seconds
 
 
 def figures(plan: Plan, bandwidths: Bandwidths) -> dict[str, Any]:
@@ -92,7 +126,11 @@ def figures(plan: Plan, bandwidths: Bandwidths) -> dict[str, Any]:
         "sent_bytes_largest": max(sent),
         "sent_bytes_mean": sum(sent) / plan.world,
         "local_bytes": sum(traffic.local),
-        "estimated_seconds": bandwidths.seconds(traffic),
+        "estimated_seconds": estimated_seconds(plan, bandwidths),
+        "estimated_seconds_all_at_once": bandwidths.seconds(
+            (np.asarray(traffic.received_near), np.asarray(traffic.sent_near)),
+            (np.asarray(traffic.received_far), np.asarray(traffic.sent_far)),
+        ),
     }
 
 
@@ -146,13 +184,21 @@ def report(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--engine: {error}") from None
     itemsize = DTYPE_BYTES[arguments.dtype]
     bandwidths = Bandwidths(arguments.node_gb_per_s * 1e9, arguments.network_gb_per_s * 1e9)
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     layout = ModelLayout(arch)
     padded = arch.padded_vocab_size(arguments.make_vocab_size_divisible_by, parallel.tensor_model_parallel_size)
     actor = ActorLayout.planned(describe_layout(arch, parallel, world), padded)
     target = EngineTarget(engines, arch.num_experts)
-    plan = make_plan(layout, actor, target, itemsize, arguments.bucket_mib << 20, arguments.ranks_per_node)
-    planned = time.perf_counter()
+    plan = make_plan(
+        layout,
+        actor,
+        target,
+        itemsize,
+        arguments.bucket_mib << 20,
+        arguments.ranks_per_node,
+        arguments.layers_in_flight,
+    )
+    planned, planned_cpu = time.perf_counter(), time.process_time()
     plan.program(arguments.rank)
     one_rank = time.perf_counter() - planned
     return {
@@ -164,6 +210,7 @@ def report(arguments: argparse.Namespace) -> dict[str, Any]:
         "plan": figures(plan, bandwidths),
         "gather": gather_figures(layout, actor, itemsize, bandwidths),
         "planning_seconds": planned - start,
+        "planning_cpu_seconds": planned_cpu - start_cpu,
         "planning_seconds_one_rank": one_rank,
         "planning_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
@@ -180,6 +227,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--node-gb-per-s", type=float, default=300.0, help="a rank's link within its node, GB/s (300)")
     p.add_argument("--network-gb-per-s", type=float, default=50.0, help="a rank's link to other nodes, GB/s (50)")
     p.add_argument("--bucket-mib", type=int, default=512, help="size of a bucket, MiB (512)")
+    p.add_argument("--layers-in-flight", type=int, default=1, help="layers that travel at the same time (1)")
     p.add_argument("--make-vocab-size-divisible-by", type=int, default=128, help="as in a run (128)")
     p.add_argument("--rank", type=int, default=0, help="rank whose own part is timed (0)")
     p.add_argument("--json", action="store_true", help="one JSON object instead of lines")

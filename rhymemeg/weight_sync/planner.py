@@ -11,8 +11,10 @@ Method.
    needer gets a class from one holder: itself if it is one, else one on its node, else any, each time the one that has
    least to send so far. A class with more holders than needers is cut in parts first, so that all holders can serve.
    Classes are served largest first.
-3. Tensors, in the model's order, form buckets: in none does a rank receive and pack for sending more than
-   `bucket_bytes` together (a single larger tensor makes a bucket of its own).
+3. Tensors, layer by layer as the engine's loader wants them, form buckets: in none does a rank receive and pack for
+   sending more than `bucket_bytes` together (a single larger tensor makes a bucket of its own). A layer's experts
+   alternate between the expert-parallel ranks, and `layers_in_flight` layers of as many pipeline stages between these,
+   so that in each bucket many ranks send. The engine must hold the layers in flight until they are complete.
 
 Every rank needs each element of its boxes once and takes it from itself if it can, so the bytes over the wire are the
 least that the two layouts allow: the sum over ranks of what they need and do not hold. Checked while planning: each
@@ -25,6 +27,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 from rhymemeg.errors import WeightSyncError
@@ -312,6 +315,39 @@ def _check_cover(tensor: Tensor, outer: Box, boxes: list[Box]) -> None:
         raise WeightSyncError(f"{tensor.name}: {boxes} do not cover {outer} exactly once")
 
 
+def transfer_order(layout: ModelLayout, actor: ActorLayout, layers_in_flight: int = 1) -> list[Parameter]:
+    """All parameters in the order in which they travel (step 3)."""
+    layers: dict[int | None, list[Parameter]] = defaultdict(list)
+    first, last = [], []
+    for p in layout.parameters():
+        if p.layer is not None:
+            layers[p.layer].append(p)
+        elif layers:
+            last.append(p)
+        else:
+            first.append(p)
+    per_group = max(1, layout.arch.num_experts // actor.ep)
+    for parameters in layers.values():
+        # Stable: what is no expert stays in front, an expert's own parameters stay together.
+        parameters.sort(key=lambda p: -1 if p.expert is None else p.expert % per_group)
+    waves: list[list[int]] = []
+    if layers_in_flight == 1:
+        waves = [[layer] for layer in range(layout.arch.num_layers)]
+    else:
+        of_stage: dict[int, list[int]] = defaultdict(list)
+        for layer, stage in sorted(actor.stage_of_layer.items()):
+            of_stage[stage].append(layer)
+        stages = [of_stage[stage] for stage in sorted(of_stage)]
+        for start in range(0, len(stages), layers_in_flight):
+            together = zip_longest(*stages[start : start + layers_in_flight])
+            waves += [[layer for layer in wave if layer is not None] for wave in together]
+    middle: list[Parameter] = []
+    for wave in waves:
+        placed = [(place / len(layers[layer]), layer, p) for layer in wave for place, p in enumerate(layers[layer])]
+        middle += [p for _, _, p in sorted(placed, key=lambda item: item[:2])]
+    return [*first, *middle, *last]
+
+
 def make_plan(
     layout: ModelLayout,
     actor: ActorLayout,
@@ -319,14 +355,15 @@ def make_plan(
     itemsize: int,
     bucket_bytes: int,
     ranks_per_node: int = 8,
+    layers_in_flight: int = 1,
 ) -> Plan:
     """See the module's contract. `itemsize`: bytes an element of the model's weights."""
+    cutter, holders_of = _Cutter(actor), Holders(layout, actor)
     tensors = [
         Tensor(p.hf_name(part), part.shape, 4 if part.float32 else itemsize, p, part)
-        for p in layout.parameters()
+        for p in transfer_order(layout, actor, layers_in_flight)
         for part in p.rule.parts
     ]
-    cutter, holders_of = _Cutter(actor), Holders(layout, actor)
     classes: list[Class] = []
     index: dict[tuple[int, int], int] = {}
     pending: list[tuple[int, Box, int]] = []
@@ -496,4 +533,5 @@ __all__ = [
     "Tensor",
     "Traffic",
     "make_plan",
+    "transfer_order",
 ]

@@ -89,6 +89,7 @@ class WeightSync:
         self.courier = Courier(self.plan, runtime.rank, self.group, runtime.device, self.dtype, runtime.timeout)
         if runtime.device_type == "cpu" and arch.is_moe and self._engine_model() is not None:
             repair_expert_reload()
+        self._loading = "the first tensor"
         self.verifier = Verifier(self.plan, runtime, options.weight_sync_verify)
 
     def push(self, version: int) -> dict[str, float]:
@@ -110,7 +111,8 @@ class WeightSync:
         except RhymeMegError as problem:
             error = problem
         except Exception as problem:
-            error = WeightSyncError(f"the engine could not load the weights: {type(problem).__name__}: {problem}")
+            what = f"{type(problem).__name__}: {problem}"
+            error = WeightSyncError(f"version {version}: the engine's loader failed at {self._loading!r}: {what}")
             error.__cause__ = problem
         for _ in deliveries:  # what the engine did not take: other ranks wait for this one's part
             pass
@@ -138,6 +140,7 @@ class WeightSync:
     def _weights(self, deliveries: Iterator[Delivery]) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of the model, each with the part that this rank's loader will read."""
         for tensor, box, data in deliveries:
+            self._loading = tensor.name
             if box is None or data is None:
                 dtype = self.courier.dtype_of(tensor)
                 yield tensor.name, absent_tensor(tensor.shape, dtype, self.runtime.device, tensor.name)

@@ -47,6 +47,7 @@ class Verifier:
             for need in plan.target.needs(tensor)
             if runtime.rank % plan.target.lanes in need.lanes
         }
+        self.slots = engine_slots([(plan.tensors[number], box) for number, box in self.needed.items()])
 
     def _lanes(self, atom: Atom) -> tuple[int, ...]:
         needs = self.plan.target.needs(self.plan.tensors[atom.tensor])
@@ -99,10 +100,9 @@ class Check:
             for row, number in enumerate(chosen)
             if number in needed
         }
-        self.slots = engine_slots([(plan.tensors[number], box) for number, box in needed.items()])
         self.slots = {
             parameter: kept
-            for parameter, slots in self.slots.items()
+            for parameter, slots in verifier.slots.items()
             if (kept := [slot for slot in slots if slot.name in self.expected])
         }
         self.found: dict[str, torch.Tensor] = {}

@@ -2,7 +2,8 @@
 
 Arguments: a JSON list of cases (model, actor options, engine options) and the folder in which the test has written
 `{model}-{version}` checkpoints. A case starts an engine with random weights, pushes three versions, exports the actor
-and compares the engine's log-probabilities with those of a fresh engine that loads the export. A JSON line a case.
+and compares the engine's log-probabilities with those of a fresh engine that loads the export; then it plants faults
+between the transfer and the engine's loader, each of which must stop the push with the tensor's name. A JSON line a case.
 All cases of a launch have the same engine TP: vLLM's groups belong to the process.
 """
 
@@ -10,20 +11,102 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rhymemeg.arch import ModelArch
 from rhymemeg.config import Config
+from rhymemeg.errors import WeightSyncError
 from rhymemeg.parallel.model import build_model
 from rhymemeg.parallel.runtime import Runtime, init_runtime, shutdown, start_layout
 from rhymemeg.rollout.engine import RolloutEngine
 from rhymemeg.weight_sync.hf_io import export_hf, load_hf_checkpoint
-from rhymemeg.weight_sync.push import WeightSync
+from rhymemeg.weight_sync.partial import PartialTensor
+from rhymemeg.weight_sync.push import ROTATION, WeightSync
 
 VERSIONS = 3
 SEQUENCES = [[(7 * i + 3 * j) % 190 + 2 for j in range(24)] for i in range(6)]
+
+
+class Faulty:
+    """An engine that is given something else than what was sent."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.engine, self.spec, self.vllm = engine, engine.spec, engine.vllm
+        self.fault: Callable[[str, torch.Tensor], list[tuple[str, torch.Tensor]]] | None = None
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        fault = self.fault
+        changed = weights if fault is None else (pair for name, t in weights for pair in fault(name, t))
+        self.engine.load_weights(changed, version)
+
+
+def rebuilt(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The tensor with other values where this rank has any."""
+    if isinstance(tensor, PartialTensor):
+        return PartialTensor(change(tensor.data_here.clone()), tensor.box, tensor.window, tensor.hf_name)
+    return change(tensor.clone())
+
+
+def with_nan(values: torch.Tensor) -> torch.Tensor:
+    values.view(-1)[-1] = float("nan")
+    return values
+
+
+def planted_faults(moe: bool) -> dict[str, tuple[str, Callable[[str, torch.Tensor], list[tuple[str, torch.Tensor]]]]]:
+    """Name -> what the error must mention, and the fault."""
+    mlp = "model.layers.1.mlp."  # a dense layer in both models
+    norm = "model.layers.2.input_layernorm.weight"
+    swap = {f"{mlp}gate_proj.weight": f"{mlp}up_proj.weight", f"{mlp}up_proj.weight": f"{mlp}gate_proj.weight"}
+    experts = {
+        f"model.layers.2.mlp.experts.{a}.{x}_proj.weight": f"model.layers.2.mlp.experts.{b}.{x}_proj.weight"
+        for x in ("gate", "up", "down")
+        for a, b in ((0, 1), (1, 0))
+    }
+    o_proj, embedding = "model.layers.3.self_attn.o_proj.weight", "model.embed_tokens.weight"
+    faults = {
+        "gate and up swapped": (mlp, lambda n, t: [(swap.get(n, n), t)]),
+        "stale tensor": (norm, lambda n, t: [(n, rebuilt(t, lambda v: v * 0.99) if n == norm else t)]),
+        "NaN": (o_proj, lambda n, t: [(n, rebuilt(t, with_nan) if n == o_proj else t)]),
+        "missing name": (norm, lambda n, t: [] if n == norm else [(n, t)]),
+        "rows off by one": (embedding, lambda n, t: [(n, rebuilt(t, lambda v: v.roll(1, 0)) if n == embedding else t)]),
+    }
+    if moe:
+        faults["expert index"] = ("mlp.experts.", lambda n, t: [(experts.get(n, n), t)])
+    # Last: vLLM's loader gives up in the middle.
+    faults["padded row"] = (embedding, lambda n, t: [(n, torch.zeros(200, t.shape[1]) if n == embedding else t)])
+    return faults
+
+
+def plant(sync: WeightSync, engine: Faulty, moe: bool) -> list[str]:
+    """Push with each fault; the names of those that were found. A push without a fault works in between."""
+    found = []
+    for number, (name, (mention, fault)) in enumerate(planted_faults(moe).items()):
+        sync.push(10 + number)
+        engine.fault = fault
+        try:
+            sync.push(10 + number)
+        except WeightSyncError as error:
+            assert mention in str(error), f"{name}: {error}"
+            found.append(name)
+        engine.fault = None
+    return found
+
+
+def pushes_until_found(sync: WeightSync, engine: Faulty) -> int:
+    """Sampled verification: the number of pushes in which one stale tensor is found."""
+    _, engine.fault = planted_faults(False)["stale tensor"]
+    for number in range(1, 2 * ROTATION):
+        try:
+            sync.push(30 + number)
+        except WeightSyncError:
+            engine.fault = None
+            return number
+    raise AssertionError("never found")
 
 
 def run_case(
@@ -47,7 +130,10 @@ def run_case(
     arch = ModelArch.from_pretrained(source)
     chunks = build_model(arch, config.model, config.parallel, runtime)
     rollout = RolloutEngine.start(config, arch, runtime, load_format="dummy")
-    sync = WeightSync(arch, config.sync, runtime, chunks, rollout)
+    engine_or_fault = Faulty(rollout)
+    sync = WeightSync(arch, config.sync, runtime, chunks, engine_or_fault)
+    sampled = config.sync.model_copy(update={"weight_sync_verify": "sampled"})
+    sampling = WeightSync(arch, sampled, runtime, chunks, engine_or_fault)
     scores: list[list[list[float]]] = []
     for version in range(VERSIONS):
         load_hf_checkpoint(chunks, arch, folder / f"{model}-{version}", runtime)
@@ -61,7 +147,13 @@ def run_case(
     expected = fresh.score(SEQUENCES, [1] * len(SEQUENCES))
     worst = largest_difference(scores[-1], expected)
     moved = min(largest_difference(a, b) for a, b in pairwise(scores))
-    return {"worst": runtime.reduce_max(worst), "moved": moved, "metrics": metrics, "engines": rollout.num_engines}
+    return {
+        "worst": runtime.reduce_max(worst),
+        "moved": moved,
+        "metrics": metrics,
+        "pushes_until_found": pushes_until_found(sampling, engine_or_fault),
+        "faults_found": plant(sync, engine_or_fault, arch.is_moe),
+    }
 
 
 def largest_difference(a: list[list[float]], b: list[list[float]]) -> float:

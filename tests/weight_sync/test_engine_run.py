@@ -1,4 +1,4 @@
-"""Three pushes with changing weights into vLLM, then log-probabilities as those of a fresh engine on an export."""
+"""Three pushes with changing weights into vLLM: log-probabilities as those of a fresh engine on an export. Planted faults."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rhymemeg.weight_sync.verify import ROTATION
 from tests.torchrun import torchrun
 from tests.weight_sync.models import write_checkpoint
 
@@ -42,4 +43,8 @@ def test_engines_serve_the_actors_weights(folder: Path, cases: list[list[Any]]) 
     for outcome in outcomes:
         assert outcome["worst"] < 1e-5, outcome
         assert outcome["moved"] > 0.1, outcome  # the versions do differ
-        print(outcome)
+        assert outcome["metrics"]["sync/tensors_verified"] == outcome["metrics"]["sync/tensors"]
+        faults = ["gate and up swapped", "stale tensor", "NaN", "missing name", "rows off by one"]
+        faults += ["expert index"] if outcome["case"][0] == "moe" else []
+        assert outcome["faults_found"] == [*faults, "padded row"]
+        assert outcome["pushes_until_found"] <= ROTATION
