@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rhymemeg.errors import DataError
+from rhymemeg.histopipe.plan import Plan
+from rhymemeg.histopipe.predict import Floats, rank_correlation
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,70 @@ class WindowRecord:
         values["engine_steps"] = tuple(map(int, entry.get("engine_steps", ())))
         values["spans"] = tuple(Span(*span) for span in entry.get("spans", ()))
         return cls(**values)
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What one engine's leader tells at the close: plain numbers, gathered once a window. `steps` is 0 where not
+    counted; `stolen` and `migrated` count requests that came to this engine."""
+
+    engine: int
+    idle_seconds: float
+    generated_tokens: int
+    recomputed_tokens: int = 0
+    steps: int = 0
+    early_started: int = 0
+    stolen: int = 0
+    migrated: int = 0
+    spans: tuple[Span, ...] = ()
+
+
+def window_record(
+    plan: Plan,
+    seconds: float,
+    reports: Sequence[EngineReport],
+    lengths: Floats,
+    stale_tokens: int,
+    last_epoch: Floats,
+    mean_length_started: float,
+    carried_out: int,
+    growth: float,
+) -> WindowRecord:
+    """The record of a closed window. Of the samples trained after it, `lengths` [N] and `last_epoch` [N], the mean
+    length of the same prompt in last epoch without growth (NaN: unknown); `growth` is what the plan used."""
+    known = np.isfinite(last_epoch)
+    error = correlation = math.nan
+    if known.any():
+        error = float(np.abs(last_epoch * growth - lengths)[known].mean() / lengths[known].mean())
+        correlation = rank_correlation(last_epoch[known], lengths[known])
+    ordered = sorted(reports, key=lambda report: report.engine)
+    return WindowRecord(
+        step=plan.step,
+        policy=plan.policy,
+        layout=plan.layout,
+        num_engines=plan.num_engines,
+        seconds=seconds,
+        idle_seconds=tuple(r.idle_seconds for r in ordered),
+        samples=len(lengths),
+        tokens=int(lengths.sum()),
+        generated_tokens=sum(r.generated_tokens for r in ordered),
+        stale_tokens=stale_tokens,
+        recomputed_tokens=sum(r.recomputed_tokens for r in ordered),
+        mean_length=float(lengths.mean()) if len(lengths) else math.nan,
+        mean_length_started=mean_length_started,
+        carried_in=len(plan.resumed),
+        carried_out=carried_out,
+        max_unfinished=plan.max_unfinished,
+        early_started=sum(r.early_started for r in ordered),
+        stolen=sum(r.stolen for r in ordered),
+        migrated=sum(r.migrated for r in ordered) + plan.moved,
+        growth=growth,
+        prediction_error=error,
+        rank_correlation=correlation,
+        plan_digest=plan.digest,
+        engine_steps=tuple(r.steps for r in ordered) if all(r.steps for r in ordered) else (),
+        spans=tuple(span for r in ordered for span in r.spans),
+    )
 
 
 def read_windows(path: str | Path) -> list[WindowRecord]:

@@ -21,8 +21,8 @@ import numpy as np
 from rhymemeg.histopipe.cost import A100_7B, CostModel
 from rhymemeg.histopipe.plan import Layout, Plan, PlanRequest, Requests
 from rhymemeg.histopipe.planner import plan
-from rhymemeg.histopipe.predict import CarryControl, Feedback, Floats, rank_correlation
-from rhymemeg.histopipe.record import Span, WindowRecord
+from rhymemeg.histopipe.predict import CarryControl, Feedback, Floats
+from rhymemeg.histopipe.record import EngineReport, Span, WindowRecord, window_record
 from rhymemeg.histopipe.window import MIN_BETA, EngineLedger, Progress, WindowTotals, choose_victim, is_outlier
 from rhymemeg.histopipe.workloads import StepLengths
 
@@ -100,6 +100,25 @@ class _Engine:
     steps: float = 0.0
     ends: list[tuple[float, int]] = field(default_factory=list)
     prompts: set[int] = field(default_factory=set)
+    generated: int = 0
+    recomputed: int = 0
+    early_started: int = 0
+    stolen: int = 0
+    migrated: int = 0
+    spans: list[Span] = field(default_factory=list)
+
+    def report(self) -> EngineReport:
+        return EngineReport(
+            self.ledger.engine,
+            self.idle,
+            self.generated,
+            self.recomputed,
+            round(self.steps),
+            self.early_started,
+            self.stolen,
+            self.migrated,
+            tuple(self.spans),
+        )
 
 
 class Simulator:
@@ -210,9 +229,7 @@ class _Window:
         self.done_early: list[int] = []
         self.left: list[_Response] = []
         self.migrated_out: list[_Response] = []
-        self.spans: list[Span] = []
         self.moved: set[int] = set()
-        self.stolen = self.migrated = self.recomputed = self.early_started = 0
         self.events: list[tuple[float, int]] = []
         resumed_keys = self._resumed_keys()
         n = s.samples
@@ -334,12 +351,13 @@ class _Window:
             else min(int(engine.progress - progress + 1e-6), length - before - 1)
         )
         made = max(made, 0)
+        engine.generated += made
         if engine.ledger.engine < self.setting.span_engines:
             kind = "early" if key // self.per_step > self.step else ("resumed" if key in self.had else "new")
             step, index = divmod(key, self.per_step)
             prompt, sample = divmod(index, self.setting.samples)
             name = f"{step}-{prompt + step * (self.per_step // self.setting.samples)}-{sample}"
-            self.spans.append(Span(engine.ledger.engine, name, begin, t, made, kind, outcome))
+            engine.spans.append(Span(engine.ledger.engine, name, begin, t, made, kind, outcome))
         return before + made
 
     def _fill(self, e: int, t: float) -> None:
@@ -356,7 +374,7 @@ class _Window:
                 continue
             step, index = divmod(key, self.per_step)
             if step > self.step:
-                self.early_started += 1
+                engine.early_started += 1
                 self.early_backlog[e] = ledger.early_backlog
             else:
                 self.started += key not in self.moved
@@ -365,7 +383,7 @@ class _Window:
             prompt = key // s.samples
             if have:
                 if s.recompute:
-                    self.recomputed += have
+                    engine.recomputed += have
                     prefill += have + s.prompt_tokens
             elif prompt not in engine.prompts:
                 engine.prompts.add(prompt)
@@ -407,7 +425,7 @@ class _Window:
         keys = self.engines[victim].ledger.give(number)
         engine.ledger.accept(keys)
         self.backlog[victim], self.backlog[e] = self.engines[victim].ledger.backlog, engine.ledger.backlog
-        self.stolen += len(keys)
+        engine.stolen += len(keys)
         return True
 
     def _steal_early(self, e: int) -> bool:
@@ -442,7 +460,7 @@ class _Window:
         if group >= len(groups.engines) // 2:
             # Long groups have nowhere longer to go: their outliers join the next step, if they may.
             if not engine.ledger.is_due(key) and len(self.migrated_out) < self.plan.max_unfinished:
-                self.migrated += 1
+                engine.migrated += 1
                 self.settled += 1
                 engine.ledger.release(key)
                 self.migrated_out.append(_Response(key, e, self._leave(engine, key, t, "carried")))
@@ -465,7 +483,7 @@ class _Window:
         self._advance(self.engines[target], t)
         self.engines[target].ledger.move_in(key, due)
         self.moved.add(key)
-        self.migrated += 1
+        self.engines[target].migrated += 1
         self._fill(target, t)
 
     # ---------------------------------------------------------------------------------------------------------- close
@@ -489,45 +507,20 @@ class _Window:
             return sim.lengths[key // self.per_step][key % self.per_step]
 
         early = set(sim.finished_early)
-        trained = np.array([length(k) for k in self.finished], np.float64)
-        stale = sum(length(k) if k in early else self.first_had.get(k, 0) for k in self.finished)
-        made = sum(length(k) for k in self.finished if k not in early) + sum(length(k) for k in self.done_early)
-        generated = made + sum(r.tokens for r in self.left) - sum(self.first_had.values())
         mean_of = {step: _row_means(history) for step, history in sim.history.items()}
-        means = np.array([mean_of[k // self.per_step][k % self.per_step // s.samples] for k in self.finished])
-        known = np.isfinite(means)
-        error = correlation = math.nan
-        if known.any():
-            difference = np.abs(means * sim.feedback.growth - trained)[known]
-            error = float(difference.mean() / trained[known].mean())
-            correlation = rank_correlation(means[known], trained[known])
-        self.feedback = sim.feedback.after(means, trained)
-        return WindowRecord(
-            step=self.step,
-            policy=s.policy,
-            layout=s.layout,
-            num_engines=s.engines,
-            seconds=self.seconds,
-            idle_seconds=tuple(engine.idle for engine in self.engines),
-            samples=len(trained),
-            tokens=int(trained.sum()),
-            generated_tokens=generated,
-            stale_tokens=stale,
-            recomputed_tokens=self.recomputed,
-            mean_length=float(trained.mean()) if len(trained) else math.nan,
+        lengths = np.array([length(k) for k in self.finished], np.float64)
+        last_epoch = np.array([mean_of[k // self.per_step][k % self.per_step // s.samples] for k in self.finished])
+        self.feedback = sim.feedback.after(last_epoch, lengths)
+        return window_record(
+            self.plan,
+            self.seconds,
+            [engine.report() for engine in self.engines],
+            lengths,
+            stale_tokens=sum(length(k) if k in early else self.first_had.get(k, 0) for k in self.finished),
+            last_epoch=last_epoch,
             mean_length_started=float(now.actual.mean()),
-            carried_in=len(self.first_had),
             carried_out=sum(r.key // self.per_step == self.step for r in self.left),
-            max_unfinished=self.plan.max_unfinished,
-            early_started=self.early_started,
-            stolen=self.stolen,
-            migrated=self.migrated + self.plan.moved,
             growth=sim.feedback.growth,
-            prediction_error=error,
-            rank_correlation=correlation,
-            plan_digest=self.plan.digest,
-            engine_steps=tuple(round(engine.steps) for engine in self.engines),
-            spans=tuple(self.spans),
         )
 
 

@@ -246,7 +246,10 @@ class EngineLedger(Generic[Key]):
         return due
 
     def move_in(self, key: Key, due: bool) -> None:
-        """Queue a request that came with tokens from another engine, before everything new."""
+        """Queue a request that came with tokens from another engine, before everything new. RolloutError once the
+        window has closed here: what was on its way is then carried, by whoever holds its tokens."""
+        if self.closed:
+            raise RolloutError(f"engine {self.engine}: a request moved in after the window had closed")
         self._resumed.append(key)
         self._moved_in.add(key)
         if due:
@@ -260,13 +263,15 @@ class EngineLedger(Generic[Key]):
 
     def close(self) -> Paused[Key]:
         """Stop. RolloutError if something is left that may not be carried: the window was closed against its rules."""
-        if self.waiting or self._due:
+        moved_in = [key for key in self._resumed if key in self._moved_in]
+        if self.waiting > len(moved_in) or self._due:
             raise RolloutError(
-                f"engine {self.engine}: the window was closed with {self.waiting} requests not started and "
+                f"engine {self.engine}: the window was closed with {self.waiting - len(moved_in)} requests not started and "
                 f"{len(self._due)} that may not be carried"
             )
         self.closed = True
-        paused = Paused(tuple(self._running), tuple(self._running_early))
+        paused = Paused(tuple(self._running) + tuple(moved_in), tuple(self._running_early))
+        self._resumed.clear()
         self._running.clear()
         self._running_early.clear()
         self._early.clear()

@@ -112,6 +112,16 @@ def test_released_responses_must_not_be_due():
         ledger.release("r")
 
 
+def test_a_request_that_moved_in_and_waits_for_a_slot_is_carried():
+    a, b = EngineLedger(0, 1, [], ["x"]), EngineLedger(1, 1, [], ["y"])
+    a.start(), b.start()
+    b.move_in("x", a.move_out("x"))
+    assert WindowTotals(2, 0, 2).may_close(total([a.progress(), b.progress()]))
+    assert a.close().carried == () and b.close().carried == ("y", "x")
+    with pytest.raises(RolloutError, match="after the window had closed"):
+        b.move_in("z", False)
+
+
 def test_silent_engines_are_named():
     heard = {0: 10.0, 1: 3.0, 2: 9.5, 3: 1.0}
     assert missing(heard, now=10.0, timeout=5.0) == [1, 3]
