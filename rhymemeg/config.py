@@ -182,6 +182,21 @@ class DataOptions(Section):
     eval_temperature: float = Field(1.0, ge=0, description="Temperature of the evaluation; 0: greedy.")
 
 
+class HistoSpecOptions(Section):
+    """Speculative rollouts from history. The output distribution does not change."""
+
+    histospec: bool = Field(False, description="Draft from last epoch's responses to the same prompt.")
+    histospec_policy: str = Field("goodput", description="Draft length: goodput, paper, published, or fixed:K.")
+    histospec_max_draft: int = Field(16, ge=1, le=128, description="Longest draft in tokens.")
+    histospec_branch: Literal["count", "paper", "recency"] = Field(
+        "count", description="Which continuation to draft where history has several."
+    )
+    histospec_siblings: bool = Field(True, description="Draft from the running samples of the same prompt, too.")
+    histospec_memory_gib: float = Field(8.0, gt=0, description="History an engine keeps, in GiB of host memory.")
+    histospec_profile: str = Field("", description="Step times measured by rhymemeg.histospec.profile; empty: built-in.")
+    histospec_warm_start: str = Field("", description="JSONL of responses (a run's samples, or a rollout dump) to start with.")
+
+
 class SyncOptions(Section):
     """Moving weights from the actor into the engines."""
 
@@ -210,6 +225,7 @@ class Config(Section):
     engine: EngineOptions = EngineOptions()
     algorithm: AlgorithmOptions = AlgorithmOptions()
     data: DataOptions = DataOptions()
+    histospec: HistoSpecOptions = HistoSpecOptions()
     sync: SyncOptions = SyncOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
 

@@ -38,7 +38,8 @@ def train(config: Config, arch: ModelArch) -> None:
                     samples = trainer.rollout(step, prompts)
                 with clock.phase("reward"):
                     summaries, numbers = trainer.score(samples, prompts)
-                metrics |= numbers | trainer.learn(samples, summaries)
+                    metrics |= numbers | trainer.record(step, samples, prompts)
+                metrics |= trainer.learn(samples, summaries)
                 with clock.phase("sync"):
                     metrics |= trainer.push_weights(step + 1)
                 with clock.phase("log"):

@@ -43,6 +43,7 @@ from rhymemeg.rl.objective import Objective
 from rhymemeg.rl.rewards import Scorer, component_sums
 from rhymemeg.rollout.engine import RolloutEngine, SamplingOptions
 from rhymemeg.rollout.samples import Prompt, Sample, SampleId
+from rhymemeg.rollout.speculation import Speculation, engine_arguments, tokenizer_digest
 from rhymemeg.rollout.window import Progress, assign_samples, run_samples
 from rhymemeg.weight_sync.hf_io import export_hf
 from rhymemeg.weight_sync.push import WeightSync
@@ -68,6 +69,7 @@ class Trainer:
         self.config, self.arch, self.runtime, self.clock, self.display = config, arch, runtime, clock, display
         self._stack = contextlib.ExitStack()
         self.engine_work: list[EngineWork] = []
+        self.engine_of: dict[int, int] = {}
         with clock.phase("loading prompts"):
             self.tokenizer = load_tokenizer(config.model.hf_checkpoint)
             limit = config.rollout.max_prompt_len
@@ -87,8 +89,12 @@ class Trainer:
             self.first_step = self._load_actor()
         with clock.phase("starting the engine"):
             # The engine starts without weights: what it serves always comes from the actor.
-            self.engine = RolloutEngine.start(config, arch, runtime, self.tokenizer, load_format="dummy")
+            drafting = engine_arguments(config.histospec, config.engine.vllm_max_num_seqs)
+            self.engine = RolloutEngine.start(
+                config, arch, runtime, self.tokenizer, load_format="dummy", **drafting
+            )
             self._stack.callback(self.engine.close)
+            self.speculation = self._start_speculation() if config.histospec.histospec else None
         with clock.phase("first weight sync"):
             self.sync = WeightSync(arch, config.sync, runtime, self.actor.chunks, self.engine)
             self.sync.push(self.first_step)
@@ -110,6 +116,16 @@ class Trainer:
         if state["step"] >= self.config.run.train_iters:
             self.display.note(f"nothing to do: --train-iters is {self.config.run.train_iters}; raise it to go on")
         return int(state["step"])
+
+    def _start_speculation(self) -> Speculation:
+        folder, file = self.config.model.hf_checkpoint, self.config.histospec.histospec_warm_start
+        digest = tokenizer_digest(folder)
+        speculation = Speculation(self.config.histospec, self.arch, self.engine, self.runtime, digest)
+        if file:
+            prompts = [self.prompts[i] for i in range(len(self.prompts))]
+            known = speculation.warm_start(file, prompts, self.tokenizer.encode)
+            self.display.note(f"history of {known} of {len(prompts)} prompts from {file}")
+        return speculation
 
     # ------------------------------------------------------------------------------------------------------- rollout
 
@@ -142,7 +158,11 @@ class Trainer:
             for prompt in prompts
             for k in range(samples_per_prompt)
         ]
-        queue = assign_samples(samples, self.engine.num_engines)[self.engine.engine_index]
+        queues = assign_samples(samples, self.engine.num_engines)
+        queue = queues[self.engine.engine_index]
+        self.engine_of = {s.sample_id.prompt_id: e for e, part in enumerate(queues) for s in part}
+        if self.speculation is not None:
+            self.speculation.begin(prompts, self.engine_of)
 
         steps = 0
 
@@ -179,6 +199,12 @@ class Trainer:
         metrics = components | reward_metrics(summaries) | rollout_metrics(summaries) | engine_metrics(self.engine_work)
         return summaries, metrics
 
+    def record(self, step: int, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> dict[str, float]:
+        """Keep the step's samples as history for the next epoch."""
+        if self.speculation is None:
+            return {}
+        return self.speculation.end(step, samples, prompts, self.engine_of)
+
     # ------------------------------------------------------------------------------------------- after the training phase
 
     def push_weights(self, version: int) -> dict[str, float]:
@@ -197,6 +223,8 @@ class Trainer:
         data = self.config.data
         prompts = [self.held_out[i] for i in range(len(self.held_out))]
         samples = self._generate(0, prompts, data.eval_n_samples, self.config.run.seed + 1, data.eval_temperature)
+        if self.speculation is not None:
+            self.speculation.forget()  # no history of held-out prompts
         self.scorer.score(samples, prompts)
         summaries = share_summaries(samples, self.runtime)
         components = weighted_means(self.runtime.all_gather_object(component_sums(samples)))

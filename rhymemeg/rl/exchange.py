@@ -122,15 +122,20 @@ def exchange(outgoing: Sequence[Sequence[Sample]], fabric: Fabric) -> dict[Sampl
     """All-to-all of samples: `outgoing[r]` are this rank's samples that rank r needs. Returns what this rank received
     (with what it keeps itself), by id. Rewards and text stay behind: the summaries carry what training needs."""
     buffers = [np.concatenate([pack(s) for s in samples]) if samples else np.zeros(0, np.int64) for samples in outgoing]
+    return {s.sample_id: s for part in _all_to_all(buffers, fabric) for s in unpack_all(part)}
+
+
+def exchange_bytes(outgoing: Sequence[bytes], fabric: Fabric) -> list[bytes]:
+    """All-to-all of byte strings: `outgoing[r]` goes to rank r; returns what each rank sent here."""
+    return [part.tobytes() for part in _all_to_all([np.frombuffer(data, np.uint8) for data in outgoing], fabric)]
+
+
+def _all_to_all(buffers: Sequence[npt.NDArray], fabric: Fabric) -> list[npt.NDArray]:
+    """The arrays that each rank sent here, for one array to each rank, all of one type."""
     sizes = torch.tensor([len(b) for b in buffers])
     incoming = torch.empty_like(sizes)
     dist.all_to_all_single(incoming, sizes, group=fabric.control_group)
-    received = torch.empty(int(incoming.sum()), dtype=torch.int64)
-    dist.all_to_all_single(
-        received,
-        torch.from_numpy(np.concatenate(buffers)),
-        incoming.tolist(),
-        sizes.tolist(),
-        group=fabric.control_group,
-    )
-    return {s.sample_id: s for s in unpack_all(received.numpy())}
+    sent = torch.from_numpy(np.concatenate(buffers))
+    received = torch.empty(int(incoming.sum()), dtype=sent.dtype)
+    dist.all_to_all_single(received, sent, incoming.tolist(), sizes.tolist(), group=fabric.control_group)
+    return np.split(received.numpy(), np.cumsum(incoming.numpy())[:-1])

@@ -113,6 +113,11 @@ class Speculation:
         here = {p.prompt_id: p.token_ids for p in prompts if engine_of[p.prompt_id] == self.engine.engine_index}
         self.drafter.load(here)
 
+    def forget(self) -> None:
+        """After a window whose samples are not to become history."""
+        self.drafter.release()
+        self.drafter.counters = Counters()
+
     def end(
         self, step: int, samples: Sequence[Sample], prompts: Sequence[Prompt], engine_of: Mapping[int, int]
     ) -> dict[str, float]:

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rhymemeg.rl.exchange import exchange, pack, share_summaries, unpack_all
+from rhymemeg.rl.exchange import exchange, exchange_bytes, pack, share_summaries, unpack_all
 from rhymemeg.rollout.samples import Sample, SampleId
 
 
@@ -52,6 +52,8 @@ def _rank(rank: int, world: int, file: str) -> None:
     got = exchange(wanted, fabric)
     assert sorted(i.prompt_id for i in got) == [p for p in range(7) if p % world != 2 and p >= 2 * rank]
     assert all(s.response_ids == make_sample(0, i.prompt_id, 0, 3 + i.prompt_id).response_ids for i, s in got.items())
+    letters = exchange_bytes([bytes([rank, r]) * (rank + r) for r in range(world)], fabric)
+    assert letters == [bytes([r, rank]) * (rank + r) for r in range(world)]
     dist.destroy_process_group()
 
 
