@@ -162,7 +162,8 @@ def _quiet() -> None:
     """Silence what megatron-core 0.16.1 says about itself on current torch, once a rank and call site: not for the
     user."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+    for module in (r"torch\.distributed\.", r"megatron\.core\."):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=module)
 
 
 def start_layout(runtime: Runtime, parallel: ParallelOptions, seed: int) -> None:

@@ -1,0 +1,309 @@
+"""Checkpoints of the actor: everything that training needs to go on as if it had not stopped.
+
+    folder/
+      manifest.json          size and CRC-32 of every other file; written last
+      state.json             format, model, layout, optimizer steps done, and the caller's extra state
+      .metadata, common.pt, metadata.json, __RANK_0.distcp      megatron-core: weights, optimizer moments, fp32 masters
+      rng_RANK.safetensors   random generators of each rank
+
+Saved on one layout, a checkpoint loads on another: Megatron's state names whole tensors, of which each rank takes its
+part (generators are restored only on the same number of ranks; without dropout training does not use them).
+
+Writing: all ranks write to `.NAME.saving` beside the target; every file is synced and read back for its checksum, the
+table of contents is checked against the files, then one rename makes the checkpoint visible. Until then, an older
+checkpoint of that name stays as it was, whatever happens (a full disk, a killed rank).
+
+Reading: sizes and checksums first, each file by one rank; nothing in a checkpoint is unpickled freely
+(`dist_checkpoint`). Errors are `CheckpointError`s that name the file, the same on all ranks. All ranks must see the
+same file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rhymemeg.errors import CheckpointError, RhymeMegError
+from rhymemeg.parallel import dist_checkpoint
+from rhymemeg.parallel.cpu_backend import megatron_calls
+
+if TYPE_CHECKING:
+    from rhymemeg.parallel.actor import Actor
+    from rhymemeg.parallel.runtime import Runtime
+
+FORMAT = 1
+MANIFEST, STATE = "manifest.json", "state.json"
+
+# How the distributed optimizer's shards are written: as whole tensors of the model, so that any layout can read them,
+# gathered in host memory one buffer after the other.
+_SHARDING = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "chained_optim_avoid_prefix": True,
+}
+
+T = TypeVar("T")
+
+
+def together(runtime: Runtime, what: Callable[[], T]) -> T:
+    """Run `what` (no collectives inside) on all ranks. If it fails on any, all raise the first one's
+    CheckpointError."""
+    result: Any = None
+    failure: str | None = None
+    try:
+        result = what()
+    except (RhymeMegError, OSError) as error:
+        failure = str(error)
+    failures = [(rank, text) for rank, text in enumerate(runtime.all_gather_object(failure)) if text is not None]
+    if failures:
+        raise CheckpointError(failures[0][1])
+    return result
+
+
+# ----------------------------------------------------------------------------------------------------------------- save
+
+
+def save(actor: Actor, path: Path, extra_state: dict[str, Any]) -> None:
+    """Write a checkpoint at `path`, replacing one that is there. `extra_state` must be made of JSON values."""
+    runtime = actor.runtime
+    aside = path.parent / f".{path.name}.saving"
+    with _named_errors(f"saving {path}"):
+        together(runtime, lambda: _start(actor, aside, extra_state))
+        try:
+            with megatron_calls():
+                dist_checkpoint.save(_sharded_state(actor, is_loading=False)[0], aside, runtime)
+            together(runtime, lambda: _write_own(actor, aside, extra_state))
+            listed = runtime.all_gather_object(together(runtime, lambda: _own_files(aside, runtime)))
+            together(runtime, lambda: _publish(aside, path, listed) if runtime.is_rank0 else None)
+        except Exception:
+            if runtime.is_rank0:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+
+
+@contextlib.contextmanager
+def _named_errors(doing: str) -> Iterator[None]:
+    """Megatron's and the operating system's errors as one sentence."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{doing}: {error}") from None
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        raise CheckpointError(f"{doing}: {text[-1] if text else type(error).__name__}") from error
+
+
+def _start(actor: Actor, aside: Path, extra_state: dict[str, Any]) -> None:
+    """Make an empty folder on a disk with room for the checkpoint."""
+    try:
+        json.dumps(extra_state)
+    except TypeError as error:
+        raise CheckpointError(f"the extra state is not made of JSON values: {error}") from None
+    if not actor.runtime.is_rank0:
+        return
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    itemsize = next(actor.chunks[0].parameters()).element_size()
+    needed = actor.arch.num_parameters() * (itemsize + 12)  # parameters, fp32 masters, two fp32 moments
+    free = shutil.disk_usage(aside).free
+    if free < needed:
+        raise CheckpointError(f"the disk is full: it needs {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free")
+
+
+def _sharded_state(actor: Actor, is_loading: bool) -> tuple[dict[str, Any], list[Any]]:
+    """Megatron's description of this rank's shards of the model and of the optimizer's tensors; and what is left of each
+    optimizer's state, which follows from the options and the number of updates and is not saved."""
+    single = len(actor.chunks) == 1
+    models: dict[str, Any] = {}
+    for i, chunk in enumerate(actor.chunks):
+        state: Any = chunk.sharded_state_dict(metadata=dict(_SHARDING))  # type: ignore[operator]
+        models["model" if single else f"model{i}"] = dist_checkpoint.without_objects(state)
+    parts = actor.optimizer.chained_optimizers
+    for part in parts:
+        # While loading, the count is set afterwards, but Megatron leaves out one that is zero.
+        _allocate_moments(part.optimizer, steps=1.0 if is_loading else 0.0)
+    states = actor.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=dict(_SHARDING))
+    shards, rest = {}, []
+    for i in range(len(parts)):
+        # Experts have an optimizer of their own under expert parallelism only: the tensors' names do not depend on it.
+        tensors, others = dist_checkpoint.split(states if len(parts) == 1 else states[i])
+        if tensors:  # ranks that have handed theirs to another one describe nothing
+            shards[f"optimizer{i}"] = tensors
+        rest.append(others)
+    return {**models, **shards}, rest
+
+
+def _allocate_moments(optimizer: Any, steps: float) -> None:
+    """Torch's AdamW has no state before its first step, and then Megatron can describe none."""
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[parameter] = {"step": torch.tensor(steps), **moments}
+
+
+def _write_own(actor: Actor, aside: Path, extra_state: dict[str, Any]) -> None:
+    """The files that are not Megatron's."""
+    runtime = actor.runtime
+    save_file(_generators(runtime), aside / f"rng_{runtime.rank}.safetensors")
+    if runtime.is_rank0:
+        state = {
+            "format": FORMAT,
+            "architecture": actor.arch.architecture,
+            "num_parameters": actor.arch.num_parameters(),
+            "layout": actor.config.parallel.model_dump(mode="json"),
+            "world_size": runtime.world_size,
+            "updates": actor.updates,
+            "extra_state": extra_state,
+        }
+        (aside / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+
+
+def _own_files(aside: Path, runtime: Runtime) -> dict[str, tuple[int, int]]:
+    """Size and checksum of the files that this rank wrote, synced to disk and read back. Rank 0 takes the common
+    ones."""
+    names = [p.name for p in aside.iterdir()]
+    own = (f"__{runtime.rank}_", f"rng_{runtime.rank}.")
+    mine = [n for n in names if n.startswith(own) or (runtime.is_rank0 and not n.startswith(("__", "rng_")))]
+    return {name: (_sync(aside / name), checksum(aside / name)) for name in mine}
+
+
+def _publish(aside: Path, path: Path, listed: list[dict[str, tuple[int, int]]]) -> None:
+    files = {name: facts for part in listed for name, facts in part.items()}
+    table = dist_checkpoint.read_table(aside)
+    for index, record in (table.storage_data or {}).items():
+        size = files.get(record.relative_path, (0, 0))[0]
+        if record.offset + record.length > size:
+            raise CheckpointError(f"{index.fqn} is not whole in {record.relative_path}")
+    manifest = {"files": {name: {"size": size, "crc32": crc} for name, (size, crc) in sorted(files.items())}}
+    (aside / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    _sync(aside / MANIFEST)
+    _sync(aside)
+    old = path.parent / f".{path.name}.old"
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        os.replace(path, old)
+    os.replace(aside, path)
+    _sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> int:
+    """fsync a file or folder; returns its size."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    crc = 0
+    with path.open("rb") as stream:
+        while block := stream.read(8 << 20):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+# ----------------------------------------------------------------------------------------------------------------- load
+
+
+def load(actor: Actor, path: Path) -> dict[str, Any]:
+    """Restore the actor from a checkpoint. Returns the extra state."""
+    runtime = actor.runtime
+    state = together(runtime, lambda: _check(actor, path))
+    with _named_errors(f"loading {path}"), megatron_calls():
+        shards, rest = _sharded_state(actor, is_loading=True)
+        loaded = dist_checkpoint.load(shards, path)
+        for i, chunk in enumerate(actor.chunks):
+            name = "model" if len(actor.chunks) == 1 else f"model{i}"
+            missing = chunk.load_state_dict(loaded[name], strict=False).missing_keys
+            missing = [key for key in missing if not key.endswith("_extra_state")]
+            if missing:
+                raise CheckpointError(f"it lacks {missing[0]}")
+        tensors = [loaded.get(f"optimizer{i}", {}) for i in range(len(rest))]
+        dist_checkpoint.load_optimizer(actor.optimizer, tensors, rest, int(state["updates"]))
+    actor.updates = int(state["updates"])
+    generators = path / f"rng_{runtime.rank}.safetensors"
+    if int(state["world_size"]) == runtime.world_size and generators.is_file():
+        _restore_generators(load_file(generators), runtime)
+    extra: dict[str, Any] = state["extra_state"]
+    return extra
+
+
+def _check(actor: Actor, path: Path) -> dict[str, Any]:
+    """Read and check what is not Megatron's; each rank verifies its share of the files."""
+    if not path.is_dir():
+        raise CheckpointError(f"checkpoint {path} does not exist")
+    files = _read_json(path / MANIFEST).get("files")
+    state = _read_json(path / STATE)
+    if not isinstance(files, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not a checkpoint of this program (format {state.get('format')!r})")
+    arch = actor.arch
+    if (state["architecture"], state["num_parameters"]) != (arch.architecture, arch.num_parameters()):
+        raise CheckpointError(
+            f"{path} is of another model: {state['architecture']} with {state['num_parameters']} parameters, "
+            f"not {arch.architecture} with {arch.num_parameters()}"
+        )
+    rank, world_size = actor.runtime.rank, actor.runtime.world_size
+    for i, (name, facts) in enumerate(sorted(files.items())):
+        file = path / name
+        if Path(name).name != name:
+            raise CheckpointError(f"{path / MANIFEST} names {name!r}, which is not a file of the checkpoint")
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
+        if file.stat().st_size != facts["size"]:
+            raise CheckpointError(f"{file} has {file.stat().st_size} bytes instead of {facts['size']}")
+        if i % world_size == rank and checksum(file) != facts["crc32"]:
+            raise CheckpointError(f"{file} is corrupt: its checksum is not that of the manifest")
+    return state
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing, so the checkpoint is not complete") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return value
+
+
+# ----------------------------------------------------------------------------------------------------- random
+# generators
+
+
+def _generators(runtime: Runtime) -> dict[str, Tensor]:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    states = {"cpu": torch.get_rng_state()}
+    if runtime.device_type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state()
+    states |= {f"megatron.{name}": value for name, value in get_cuda_rng_tracker().get_states().items()}
+    return {name: value.clone() for name, value in states.items()}
+
+
+def _restore_generators(states: dict[str, Tensor], runtime: Runtime) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    torch.set_rng_state(states["cpu"])
+    if runtime.device_type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    prefix = "megatron."
+    get_cuda_rng_tracker().set_states({n[len(prefix) :]: v for n, v in states.items() if n.startswith(prefix)})

@@ -1,0 +1,163 @@
+"""One of two ranks of the checkpoint tests: torchrun checkpoint_worker.py MODELS_FOLDER WORK_FOLDER
+
+Writes WORK_FOLDER/results.json: for every check by name, True, or what was found instead."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rhymemeg.arch import ModelArch
+from rhymemeg.errors import CheckpointError
+from rhymemeg.parallel.runtime import Runtime, init_runtime, shutdown, start_layout
+from tests.parallel import cases
+from tests.parallel.layout_worker import make_config
+
+TP, PP, EP, SP = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "sequence_parallel",
+)
+MODEL = "qwen3_moe_mixed"
+
+
+class Attack:
+    """Unpickling this runs a command."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.trace}",)
+
+
+class Checks:
+    def __init__(self, models: Path, work: Path, runtime: Runtime) -> None:
+        self.models, self.work, self.runtime = models, work, runtime
+        self.results: dict[str, Any] = {}
+
+    def actor(self, layout: dict[str, Any]) -> Any:
+        from rhymemeg.parallel.actor import Actor
+
+        config = make_config(layout)
+        start_layout(self.runtime, config.parallel, seed=1)
+        actor = Actor(config, ModelArch.from_pretrained(self.models / MODEL), self.runtime)
+        actor.load_weights(self.models / MODEL)
+        return actor
+
+    def steps(self, actor: Any, n: int) -> list[dict[str, float]]:
+        mine = cases.share(cases.micro_batches(), self.runtime.dp_rank, self.runtime.dp_size)
+        return [actor.train_step(mine, cases.loss, cases.TEMPERATURE) for _ in range(n)]
+
+    def error(self, what: Callable[[], Any]) -> list[str]:
+        """The CheckpointError of each rank."""
+        try:
+            what()
+            text = "no error"
+        except CheckpointError as error:
+            text = str(error)
+        return self.runtime.all_gather_object(text)
+
+    def fails_naming(self, name: str, text: str, what: Callable[[], Any]) -> None:
+        errors = self.error(what)
+        self.results[name] = True if all(text in e for e in errors) else errors
+
+    def copy(self, source: Path, name: str) -> Path:
+        target = self.work / name
+        if self.runtime.is_rank0:
+            shutil.copytree(source, target)
+        self.runtime.barrier(name)
+        return target
+
+    def forge(self, folder: Path, name: str, change: Callable[[bytes], bytes]) -> None:
+        """Change a file and, as an attacker would, its entry in the manifest."""
+        if self.runtime.is_rank0:
+            file, manifest = folder / name, folder / "manifest.json"
+            file.write_bytes(change(file.read_bytes()))
+            listed = json.loads(manifest.read_text())
+            listed["files"][name] = {"size": file.stat().st_size, "crc32": zlib.crc32(file.read_bytes())}
+            manifest.write_text(json.dumps(listed))
+        self.runtime.barrier("forge")
+
+    def run(self) -> None:
+        rank, saved = self.runtime.rank, self.work / "saved"
+        actor = self.actor({EP: 2})
+        extra = {"step": 2, "name": "é"}
+        self.steps(actor, 2)
+        actor.save_checkpoint(saved, extra)
+        expected = self.steps(actor, 2)
+
+        again = self.actor({EP: 2})
+        self.results["extra state"] = again.load_checkpoint(saved) == extra
+        continued = self.steps(again, 2)
+        self.results["continues identically"] = continued == expected or [continued, expected]
+
+        for name, layout in (("tp2", {TP: 2, SP: True}), ("pp2", {PP: 2}), ("dp2", {})):
+            other = self.actor(layout)
+            other.load_checkpoint(saved)
+            losses = [step["actor/loss"] for step in self.steps(other, 2)]
+            wanted = [step["actor/loss"] for step in expected]
+            close = all(abs(a - b) < 1e-5 for a, b in zip(losses, wanted))
+            self.results[f"loads on {name}"] = close or [losses, wanted]
+
+        plain = self.actor({})
+        self.fails_naming("missing", "nowhere does not exist", lambda: plain.load_checkpoint(self.work / "nowhere"))
+        broken = self.copy(saved, "corrupt")
+        if rank == 0:
+            with (broken / "__1_0.distcp").open("r+b") as stream:
+                stream.seek(1000)
+                stream.write(b"\xff\x00\xff\x00")
+        self.fails_naming("corrupt", "__1_0.distcp is corrupt", lambda: plain.load_checkpoint(broken))
+        cut = self.copy(saved, "cut")
+        if rank == 0:
+            os.truncate(cut / "__0_0.distcp", 100)
+        self.fails_naming("cut short", "__0_0.distcp has 100 bytes", lambda: plain.load_checkpoint(cut))
+        lacking = self.copy(saved, "lacking")
+        if rank == 0:
+            (lacking / "manifest.json").unlink()
+        self.fails_naming("no manifest", "manifest.json is missing", lambda: plain.load_checkpoint(lacking))
+
+        trace = self.work / "attacked"
+        for name in (".metadata", "common.pt"):
+            attacked = self.copy(saved, f"attack{name}")
+            self.forge(attacked, name, lambda _: pickle.dumps(Attack(trace)))
+            errors = self.error(lambda folder=attacked: plain.load_checkpoint(folder))  # type: ignore[misc]
+            refused = all(e != "no error" for e in errors)
+            self.results[f"refuses code in {name}"] = (refused and not trace.exists()) or errors
+
+        # A disk that fills up: this rank's files may not grow beyond a few kilobytes.
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        actor = self.actor({EP: 2})
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        self.fails_naming("full disk", "rank 1: [Errno 27] File too large", lambda: actor.save_checkpoint(saved, {}))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        self.results["previous checkpoint is whole"] = actor.load_checkpoint(saved) == extra
+        self.results["nothing left aside"] = sorted(p.name for p in self.work.glob(".*")) == []
+        actor.save_checkpoint(saved, {"step": 4})
+        self.results["replaces"] = actor.load_checkpoint(saved) == {"step": 4}
+
+
+def main() -> None:
+    config = make_config({})
+    runtime = init_runtime(config.run, config.parallel, seed=1)
+    checks = Checks(Path(sys.argv[1]), Path(sys.argv[2]), runtime)
+    checks.run()
+    if runtime.is_rank0:
+        (checks.work / "results.json").write_text(json.dumps(checks.results))
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()
