@@ -1,10 +1,11 @@
 """Replay a trace of real responses through history, index and draft length, without a model.
 
 A trace is JSONL with the responses of the same prompts at two or more steps (`output` or `output_token_ids`, `input` or
-`prompt_id`, `score`, `step`; .gz too), such as a run's samples/step_N.jsonl files joined. Responses of the history step fill the history
-buffer; those of the live step are "generated" again, in groups of `--group` samples, `--batch` requests at a time, taking from
-each draft the tokens that agree with the response, plus one. What comes out is what an engine would have seen if it had
-produced these responses: coverage, acceptance, tokens per request-step, and the speed that the step times predict.
+`prompt_id`, `score`, `step`; .gz too), such as a run's samples/step_N.jsonl files joined. Responses of the history step
+fill the history buffer; those of the live step are "generated" again, in groups of `--group` samples, `--batch` requests at
+a time, taking from each draft the tokens that agree with the response, plus one. What comes out is what an engine would
+have seen if it had produced these responses: coverage, acceptance, tokens per request-step, and the speed that the step
+times predict.
 
 Texts become tokens by splitting them into words, numbers and single other characters; lines with `output_token_ids` use
 those (`rhymemeg.histospec.trace`).
@@ -34,6 +35,7 @@ from rhymemeg.histospec.cost_model import CostModel
 from rhymemeg.histospec.drafter import Drafter, DrafterOptions, Rows
 from rhymemeg.histospec.history import HistoryBuffer
 from rhymemeg.histospec.trace import Trace, read_trace_file, steps_of
+
 
 @dataclasses.dataclass
 class Engine:
@@ -80,7 +82,10 @@ class Engine:
                     lengths=[len(item[2]) + done[item[0]] for item in batch],
                     rooms=[len(item[3]) - done[item[0]] for item in batch],
                     prompt_id=lambda row, batch=batch: batch[row][1],  # type: ignore[misc]
-                    context=lambda row, batch=batch: (batch[row][2] + batch[row][3][: done[batch[row][0]]], len(batch[row][2])),  # type: ignore[misc]
+                    context=lambda row, batch=batch: (
+                        batch[row][2] + batch[row][3][: done[batch[row][0]]],
+                        len(batch[row][2]),
+                    ),  # type: ignore[misc]
                 )
             )
             drafts = {item[0]: draft for item, draft in zip(batch, proposals)}
@@ -98,9 +103,21 @@ class Exhaustive:
         self.slots: list[tuple[int, int]] = []
         self.num_tokens, self.memory_bytes = 0, 0
 
-    def load(self, prompt_id: int, *, context: Any, tokens: Any, lengths: Any, weights: Any, prompt_tokens: Any, prompt_weight: float) -> None:
+    def load(
+        self,
+        prompt_id: int,
+        *,
+        context: Any,
+        tokens: Any,
+        lengths: Any,
+        weights: Any,
+        prompt_tokens: Any,
+        prompt_weight: float,
+    ) -> None:
         kept = self.documents[prompt_id] = [(list(prompt_tokens), 0, prompt_weight, True)] if len(prompt_tokens) else []
-        for response, weight in zip(np.split(np.asarray(tokens, int), np.cumsum(np.asarray(lengths, int))[:-1]) if len(lengths) else [], weights):
+        for response, weight in zip(
+            np.split(np.asarray(tokens, int), np.cumsum(np.asarray(lengths, int))[:-1]) if len(lengths) else [], weights
+        ):
             kept.append((list(context) + response.tolist(), len(context), float(weight), True))
 
     def open(self, prompt_id: int, *, context: Any, weight: float = 1.0, searchable: bool = True) -> int:
@@ -118,15 +135,24 @@ class Exhaustive:
         flat: list[int] = []
         offsets, matches, votes, shares = [0], [], [], []
         for slot, limit in zip(slots.tolist(), limits.tolist()):
-            tokens, match, vote, share = self._row(*self.slots[slot], limit, min_match, max_match, min_path_probability)
+            prompt, own = self.slots[slot]
+            tokens, match, vote, share = self._row(prompt, own, limit, min_match, max_match, min_path_probability)
             flat += tokens
             shares += share
             votes.append(vote if tokens else 0)
             matches.append(match if tokens else 0)
             offsets.append(len(flat))
-        return np.array(flat, np.int32), np.array(offsets), np.array(matches, np.int32), np.array(votes, np.int32), np.array(shares, np.float32)
+        return (
+            np.array(flat, np.int32),
+            np.array(offsets),
+            np.array(matches, np.int32),
+            np.array(votes, np.int32),
+            np.array(shares, np.float32),
+        )
 
-    def _row(self, prompt: int, own: int, limit: int, least: int, most: int, floor: float) -> tuple[list[int], int, int, list[float]]:
+    def _row(
+        self, prompt: int, own: int, limit: int, least: int, most: int, floor: float
+    ) -> tuple[list[int], int, int, list[float]]:
         documents = self.documents[prompt]
         query = documents[own][0]
         found: list[tuple[NDArray[np.int64], NDArray[np.int64], float]] = []
@@ -195,13 +221,25 @@ def oracle_reuse(sources: list[list[int]], response: list[int], prefix: int = 3)
 
 
 def replay(
-    trace: Trace, history_step: int | None, live_step: int, policy: str, sources: str, batch: int, arguments: argparse.Namespace
+    trace: Trace,
+    history_step: int | None,
+    live_step: int,
+    policy: str,
+    sources: str,
+    batch: int,
+    arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     """One replay; a dictionary of its numbers."""
     history = HistoryBuffer(trace.vocab_size)
     if history_step is not None and sources in ("history", "both"):
         for prompt, items in trace.responses[history_step].items():
-            history.record(prompt, trace.prompts[prompt], [ids for ids, _ in items], [score for _, score in items], step=history_step)
+            history.record(
+                prompt,
+                trace.prompts[prompt],
+                [ids for ids, _ in items],
+                [score for _, score in items],
+                step=history_step,
+            )
     live = trace.responses[live_step]
     if arguments.shift_prompts:  # control: another prompt's history must not help
         order = sorted(live)
@@ -303,7 +341,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--live-step", type=int, help="default: the last")
     parser.add_argument("--epochs", action="store_true", help="every step, with the one before as its history")
     parser.add_argument("--group", type=int, default=16, help="responses a prompt (the first ones)")
-    parser.add_argument("--policy", nargs="+", default=["paper", "published", "fixed:4", "fixed:8", "fixed:16", "goodput"])
+    parser.add_argument(
+        "--policy", nargs="+", default=["paper", "published", "fixed:4", "fixed:8", "fixed:16", "goodput"]
+    )
     parser.add_argument("--sources", nargs="+", default=["history", "both"], choices=["history", "siblings", "both"])
     parser.add_argument("--batch", nargs="+", type=int, default=[32], help="running requests")
     parser.add_argument("--branch", default="count", help="branch choice: count, paper, recency, reward_recency")
@@ -334,7 +374,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     old = [ids for ids, _ in trace.responses[history_step].get(prompt, [])]
                     reused += sum(oracle_reuse(old, ids) for ids, _ in items)
                     total += sum(len(ids) for ids, _ in items)
-                print(f"oracle reuse of step {live_step} from step {history_step}: {reused / total:.3f}", file=sys.stderr)
+                print(
+                    f"oracle reuse of step {live_step} from step {history_step}: {reused / total:.3f}", file=sys.stderr
+                )
             for sources in arguments.sources:
                 for batch in arguments.batch:
                     for policy in arguments.policy:
@@ -344,7 +386,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                             print(
                                 f"{history_step!s:>7} {live_step:>5}  {policy:<10}  {sources:<8} {batch:>6}  "
                                 f"{row['coverage']:8.3f}  {row['acceptance']:8.3f}  {row['tokens_per_request_step']:11.3f}  "
-                                f"{row['match_length']:5.1f}  {row['predicted_speedup']:9.3f}  {row['draft_us_per_request']:10.2f}  "
+                                f"{row['match_length']:5.1f}  {row['predicted_speedup']:9.3f}  "
+                                f"{row['draft_us_per_request']:10.2f}  "
                                 f"{row['index_bytes_per_token']:11.1f}",
                                 flush=True,
                             )

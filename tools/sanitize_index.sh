@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build the draft index with AddressSanitizer and UndefinedBehaviorSanitizer, in a temporary copy of the package, and run
+# Build the C++ of histospec with AddressSanitizer and UndefinedBehaviorSanitizer, in a temporary copy of the package, and run
 # its tests (hypothesis against the exhaustive matcher) on that build. Stops at the first finding with a non-zero status.
 #
 #   tools/sanitize_index.sh [pytest arguments]        PYTHON=python3.11 CXX=g++ by default
@@ -10,10 +10,7 @@ cxx=${CXX:-g++}
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
 
-mkdir -p "$copy/rhymemeg" "$copy/tests"
-cp "$root/rhymemeg/__init__.py" "$root/rhymemeg/errors.py" "$copy/rhymemeg/"
-cp -r "$root/rhymemeg/histospec" "$copy/rhymemeg/"
-cp -r "$root/tests/histospec" "$root/tests/__init__.py" "$root/tests/conftest.py" "$copy/tests/"
+cp -r "$root/rhymemeg" "$root/tests" "$copy/"
 rm -f "$copy"/rhymemeg/histospec/_index*.so
 
 suffix=$("$python" -c "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))")
@@ -26,4 +23,4 @@ cd "$copy"
 # Leak checking is off: the interpreter itself keeps memory until it exits.
 LD_PRELOAD="$("$cxx" -print-file-name=libasan.so) $("$cxx" -print-file-name=libubsan.so)" \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-  "$python" -m pytest tests/histospec/test_index.py -q -p no:cacheprovider "$@"
+  "$python" -m pytest tests/histospec/test_index.py tests/histospec/test_policy.py tests/histospec/test_drafter.py -q -p no:cacheprovider "$@"

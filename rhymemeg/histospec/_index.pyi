@@ -69,11 +69,13 @@ class DraftIndex:
         max_occurrences: int = 64,
         min_path_probability: float = 0.0,
     ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
-        """Draft at most limits[i] tokens for slots[i]. Returns (tokens, offsets, matches, occurrences, probabilities): row i's draft is
-        tokens[offsets[i]:offsets[i + 1]], empty where no suffix of at least `min_match` tokens occurs; matches[i] is the
-        length of that suffix, at most `max_match` (occurrences that agree further are not preferred), 0 where empty.
-        occurrences[i] of them vote, at most `max_occurrences`, those with the longest common context first. probabilities[j] is the share of the
-        votes' count on the path up to token j; the draft stops before it falls under `min_path_probability`."""
+        """Draft at most limits[i] tokens for slots[i]. Returns (tokens, offsets, matches, occurrences, probabilities).
+
+        Row i's draft is tokens[offsets[i]:offsets[i + 1]], empty where no suffix of at least `min_match` tokens occurs.
+        matches[i] is the length of that suffix, at most `max_match` (occurrences that agree further are not preferred);
+        occurrences[i] of its occurrences vote, at most `max_occurrences`, those with the longest common context first;
+        both are 0 where the draft is empty. probabilities[j] is the share of the votes' count on the path up to token j;
+        a draft stops before it falls under `min_path_probability`."""
 
     def close(self, slot: int) -> None:
         """The request has ended; its tokens stay a document of the prompt until `release`."""

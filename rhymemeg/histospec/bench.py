@@ -68,7 +68,10 @@ class Contender(Protocol):
 
     def load(self, prompt: int, responses: list[Tokens]) -> None: ...
     def open(self, requests: int, prompts: int) -> None: ...
-    def append(self, tokens: list[Tokens]) -> None: ...
+    def form(self, tokens: list[Tokens]) -> Any:
+        """New tokens of all requests in the form that `append` takes; not timed."""
+
+    def append(self, formed: Any) -> None: ...
     def draft(self) -> int: ...
 
 
@@ -94,18 +97,22 @@ class Ours:
         self.slots = np.array([self.index.open(i % prompts, context=[]) for i in range(requests)], np.int32)
         self.limits = np.full(requests, DRAFT, np.int32)
 
-    def append(self, tokens: list[Tokens]) -> None:
-        self.index.append(self.slots, np.cumsum([0] + [len(t) for t in tokens]), np.concatenate(tokens))
+    def form(self, tokens: list[Tokens]) -> Any:
+        return np.cumsum([0] + [len(t) for t in tokens]), np.concatenate(tokens)
+
+    def append(self, formed: Any) -> None:
+        self.index.append(self.slots, *formed)
 
     def draft(self) -> int:
         return len(self.index.draft(self.slots, self.limits)[0])
 
 
 class Arctic:
-    """arctic-inference's suffix cache: one tree for all prompts, one of its own for each request; with vLLM's defaults (depth 24,
-    a draft as long as its match, path probability at least 0.1)."""
+    """arctic-inference's suffix cache, depth 24: one tree for all prompts, and one of its own for each request. Drafts are
+    as long as ours; `ArcticDefaults` has vLLM's defaults."""
 
     name = "arctic"
+    factor, least_probability = 16.0, 0.0
 
     def __init__(self) -> None:
         from arctic_inference.suffix_decoding import SuffixDecodingCache
@@ -125,23 +132,34 @@ class Arctic:
         for i in range(requests):
             self.cache.start_request(f"live-{i}", np.empty(0, np.int32))
 
-    def append(self, tokens: list[Tokens]) -> None:
-        for i, new in enumerate(tokens):
+    def form(self, tokens: list[Tokens]) -> Any:
+        for text, new in zip(self.texts, tokens):  # the caller of the cache keeps the texts
+            text += new.tolist()
+        return tokens
+
+    def append(self, formed: Any) -> None:
+        for i, new in enumerate(formed):
             self.cache.add_active_response(f"live-{i}", new)
 
     def draft(self) -> int:
         total = 0
         for i, text in enumerate(self.texts):
             found = self.cache.speculate(
-                f"live-{i}", text[-24:], max_spec_tokens=DRAFT, max_spec_factor=1.0, min_token_prob=0.1
+                f"live-{i}",
+                text[-24:],
+                max_spec_tokens=DRAFT,
+                max_spec_factor=self.factor,
+                min_token_prob=self.least_probability,
             )
             total += len(found.token_ids)
         return total
 
-    def note(self, tokens: list[Tokens]) -> None:
-        """The caller of the cache keeps the texts; not timed."""
-        for text, new in zip(self.texts, tokens):
-            text += new.tolist()
+
+class ArcticDefaults(Arctic):
+    """A draft at most as long as its match, path probability at least 0.1."""
+
+    name = "arctic-vllm"
+    factor, least_probability = 1.0, 0.1
 
 
 class NGram:
@@ -169,8 +187,11 @@ class NGram:
         self.counts = np.zeros(requests, np.int32)
         self.draft()  # compiles
 
-    def append(self, tokens: list[Tokens]) -> None:
-        for i, new in enumerate(tokens):
+    def form(self, tokens: list[Tokens]) -> Any:
+        return tokens
+
+    def append(self, formed: Any) -> None:
+        for i, new in enumerate(formed):
             self.texts[i, self.lengths[i] : self.lengths[i] + len(new)] = new
             self.lengths[i] += len(new)
 
@@ -185,7 +206,7 @@ def contenders(length: int) -> list[Callable[[], Contender]]:
     found: list[Callable[[], Contender]] = [Ours]
     try:
         Arctic()
-        found.append(Arctic)
+        found += [Arctic, ArcticDefaults]
     except ImportError:
         pass
     try:
@@ -211,16 +232,14 @@ def time_steps(make: Callable[[], Contender], length: int, requests: int, steps:
     drafted = 0
     for step in range(steps):
         tokens = [live[i % prompts][GROUP + i // prompts][step * STEP : (step + 1) * STEP] for i in range(requests)]
+        formed = contender.form(tokens)
         t0 = time.thread_time()
-        contender.append(tokens)
+        contender.append(formed)
         t1 = time.thread_time()
-        if isinstance(contender, Arctic):
-            contender.note(tokens)
-        t2 = time.thread_time()
         drafted += contender.draft()
-        t3 = time.thread_time()
+        t2 = time.thread_time()
         append += t1 - t0
-        draft += t3 - t2
+        draft += t2 - t1
     return {
         "load_us_per_token": 1e6 * load / sum(len(r) for h in histories for r in h),
         "append_us_per_token": 1e6 * append / (steps * STEP * requests),
@@ -260,8 +279,8 @@ def memory_apart(name: str, length: int, prompts: int) -> float:
 
 
 def trace_tokens_per_step(path: str, history_step: int | None, live_step: int | None, size: int) -> dict[str, float]:
-    """Tokens per request-step of each contender on a trace: drafts of up to 16 tokens from history and growing siblings, 32 requests
-    running. The drafts are all that differs: `fixed:16` for all."""
+    """Tokens per request-step of each contender on a trace: drafts of up to 16 tokens from the history and from the group
+    as it grows, a group at a time."""
     from rhymemeg.histospec.trace import read_trace_file, steps_of
 
     trace = read_trace_file(path, size)
@@ -287,9 +306,7 @@ def _replay(contender: Contender, trace: Any, history: int | None, live: int) ->
         done = [1] * len(texts)
         new = [text[:1] for text in texts]
         while any(len(n) for n in new):
-            one.append(new)
-            if isinstance(one, Arctic):
-                one.note(new)
+            one.append(one.form(new))
             drafts = _drafts(one, len(texts))
             for i, text in enumerate(texts):
                 if done[i] >= len(text):
@@ -314,7 +331,11 @@ def _drafts(contender: Contender, requests: int) -> list[list[int]]:
     found = []
     for i, text in enumerate(contender.texts):
         best = contender.cache.speculate(
-            f"live-{i}", text[-24:], max_spec_tokens=DRAFT, max_spec_factor=1.0, min_token_prob=0.1
+            f"live-{i}",
+            text[-24:],
+            max_spec_tokens=DRAFT,
+            max_spec_factor=contender.factor,
+            min_token_prob=contender.least_probability,
         )
         found.append(list(best.token_ids))
     return found
@@ -322,13 +343,15 @@ def _drafts(contender: Contender, requests: int) -> list[list[int]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="rhymemeg.histospec.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="rhymemeg.histospec.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--memory-prompts", type=int, default=32)
-    parser.add_argument("--only", nargs="+", help="names of contenders: rhymemeg, arctic, ngram")
+    parser.add_argument("--only", nargs="+", help="names of contenders: rhymemeg, arctic, arctic-vllm, ngram")
     parser.add_argument("--trace", help="JSONL of real responses")
     parser.add_argument("--history-step", type=int)
     parser.add_argument("--live-step", type=int)
@@ -353,12 +376,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row |= {key: statistics.median(run[key] for run in runs) for key in runs[0]}
                 rows.append(row)
                 say(
-                    f"{name:<14} {GROUP:>3} x {length:>5}  {batch:>5}  {row['load_us_per_token']:>13.3f}  {row['append_us_per_token']:>15.3f}"
+                    f"{name:<14} {GROUP:>3} x {length:>5}  {batch:>5}  {row['load_us_per_token']:>13.3f}  "
+                    f"{row['append_us_per_token']:>15.3f}"
                     f"  {row['draft_us_per_request']:>16.2f}  {row['drafted_per_request']:>14.2f}"
                 )
     say("\nimplementation  history    bytes/token (resident)")
     for length in a.lengths:
-        for name in sorted({row["name"] for row in rows} - {"ngram"}):
+        for name in sorted({row["name"] for row in rows} - {"ngram", "arctic-vllm"}):
             row = {"name": name, "length": length, "bytes_per_token": memory_apart(name, length, a.memory_prompts)}
             rows.append(row)
             say(f"{name:<14} {GROUP:>3} x {length:>5}  {row['bytes_per_token']:>11.2f}")

@@ -139,7 +139,9 @@ class Drafter:
             prompt_tokens=prompt_ids if o.prompt_weight > 0 else [],
             prompt_weight=o.prompt_weight,
         )
-        return _Prompt(len(prompt_ids), live_weight(o.branch, rewards), Remaining(visits[0].lengths.tolist() if visits else ()))
+        return _Prompt(
+            len(prompt_ids), live_weight(o.branch, rewards), Remaining(visits[0].lengths.tolist() if visits else ())
+        )
 
     def _tail(self, prompt_ids: Sequence[int] | NDArray[Any]) -> Sequence[int] | NDArray[Any]:
         return prompt_ids[-self.options.context :] if self.options.context else []
@@ -215,7 +217,9 @@ class Drafter:
             requests.append(request)
         return active, requests, tokens, decode
 
-    def _open(self, request_id: str, prompt_id: int, context: Sequence[int] | NDArray[Any], prompt_length: int) -> _Request:
+    def _open(
+        self, request_id: str, prompt_id: int, context: Sequence[int] | NDArray[Any], prompt_length: int
+    ) -> _Request:
         if prompt_id not in self._prompts:
             self.load({prompt_id: context[:prompt_length]})
         prompt = self._prompts[prompt_id]
@@ -225,7 +229,10 @@ class Drafter:
         if old is not None:
             self.index.close(old.slot)
         slot = self.index.open(
-            prompt_id, context=self._tail(context[:prompt_length]), weight=prompt.live_weight, searchable=self.options.siblings
+            prompt_id,
+            context=self._tail(context[:prompt_length]),
+            weight=prompt.live_weight,
+            searchable=self.options.siblings,
         )
         self.policy.start(slot, prompt_id)
         if slot >= len(self._weights):
@@ -277,7 +284,9 @@ class Drafter:
             max_match=match.max_match,
             min_path_probability=match.min_path_probability,
         )
-        chosen = self.policy.choose(slots, Proposals(offsets, matches, occurrences, probabilities), n, self._budgets(requests, slots))
+        chosen = self.policy.choose(
+            slots, Proposals(offsets, matches, occurrences, probabilities), n, self._budgets(requests, slots)
+        )
         found = matches > 0
         self.counters.proposals += int(found.sum())
         self.counters.match_tokens += int(matches.sum())

@@ -65,7 +65,9 @@ class HistoryBuffer:
     """See the module. `tokenizer` is any string that names the tokenizer (say a hash of its file); histories of another
     one are refused. `visits` is how many visits of a prompt are kept. Not thread-safe."""
 
-    def __init__(self, vocab_size: int, *, tokenizer: str = "", budget_bytes: int | None = None, visits: int = 1) -> None:
+    def __init__(
+        self, vocab_size: int, *, tokenizer: str = "", budget_bytes: int | None = None, visits: int = 1
+    ) -> None:
         if not 1 <= vocab_size <= 2**21 - 1:
             raise ValueError(f"vocab_size must be between 1 and 2097151, got {vocab_size}")
         if visits < 1:
@@ -96,7 +98,8 @@ class HistoryBuffer:
         """Keep the responses of a prompt's visit at `step`, replacing the oldest visit beyond `visits`. Responses recorded for
         the same step before (samples that came a window late) are added to. Empty responses count with length 0.
 
-        DataError, with nothing changed: no responses, sizes that differ, a reward that is not finite, a token outside the vocabulary.
+        DataError, with nothing changed: no responses, sizes that differ, a reward that is not finite, a token outside the
+        vocabulary.
         """
         where = f"history of prompt {prompt_id}, step {step}"
         if not responses:

@@ -92,7 +92,7 @@ class BySlot:
 class FixedLength:
     """`fixed:K`."""
 
-    def __init__(self, length: int, match: MatchOptions = MatchOptions()) -> None:  # noqa: B008 (frozen)
+    def __init__(self, length: int, match: MatchOptions = MatchOptions()) -> None:
         self.length, self.match = length, match
 
     def start(self, slot: int, prompt_id: int) -> None:
@@ -155,7 +155,7 @@ def published_window(
 class GoodputLength:
     """`goodput`; see the module. Deterministic given the cost model's state and the calls."""
 
-    def __init__(self, cost: CostModel, cap: int = 32, match: MatchOptions = MatchOptions()) -> None:  # noqa: B008
+    def __init__(self, cost: CostModel, cap: int = 32, match: MatchOptions = MatchOptions()) -> None:
         self.cost, self.cap, self.match = cost, cap, match
         self.acceptance = AcceptanceModel()
         self._step = 0

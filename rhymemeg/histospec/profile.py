@@ -31,7 +31,9 @@ class ForcedDrafter(Drafter):
     """Drafts `length` tokens for every row, whatever it says."""
 
     def __init__(self, max_draft: int, vocab_size: int) -> None:
-        super().__init__(DrafterOptions(policy=f"fixed:{max_draft}", max_draft=max_draft), None, CostModel.built_in("cpu"))
+        super().__init__(
+            DrafterOptions(policy=f"fixed:{max_draft}", max_draft=max_draft), None, CostModel.built_in("cpu")
+        )
         self.length, self.vocab_size, self._state = 0, vocab_size, 1
 
     def step(self, rows: Rows) -> list[list[int]]:
@@ -61,7 +63,10 @@ def start_ranks() -> Ranks:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rank, local, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")))
+    rank, local, world = (
+        int(os.environ.get(name, default))
+        for name, default in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
+    )
     if device == "cuda":
         torch.cuda.set_device(local)
     backend = "nccl" if device == "cuda" else "gloo"
@@ -73,7 +78,14 @@ def start_ranks() -> Ranks:
 
 
 def measure(
-    model: str, batches: Sequence[int], queries: Sequence[int], *, context: int, repeats: int, tensor_parallel_size: int, kv_cache_gib: float
+    model: str,
+    batches: Sequence[int],
+    queries: Sequence[int],
+    *,
+    context: int,
+    repeats: int,
+    tensor_parallel_size: int,
+    kv_cache_gib: float,
 ) -> CostModel:
     """Start an engine and time its steps. Raises what the engine raises."""
     from rhymemeg.rollout.engine import RolloutEngine, SamplingOptions
@@ -86,14 +98,20 @@ def measure(
         model=ModelOptions(hf_checkpoint=model),
         rollout=RolloutOptions(max_prompt_len=context, max_response_len=steps * (max(queries) + 1)),
         engine=EngineOptions(
-            vllm_max_num_seqs=max(batches), vllm_tensor_parallel_size=tensor_parallel_size, vllm_kv_cache_memory_gib=kv_cache_gib
+            vllm_max_num_seqs=max(batches),
+            vllm_tensor_parallel_size=tensor_parallel_size,
+            vllm_kv_cache_memory_gib=kv_cache_gib,
         ),
     )
     if config.max_model_len > arch.max_position_embeddings:
         config.rollout.max_response_len = arch.max_position_embeddings - context
     ranks = start_ranks()
     spec = EngineSpec.from_config(
-        config, arch, ranks.device_type, speculative=speculative_config(max(queries) - 1, max(batches)), worker_extension=WORKER_EXTENSION
+        config,
+        arch,
+        ranks.device_type,
+        speculative=speculative_config(max(queries) - 1, max(batches)),
+        worker_extension=WORKER_EXTENSION,
     )
     engine = RolloutEngine(replace(spec, stop_token_ids=()), ranks)
     drafter = ForcedDrafter(max(queries) - 1, arch.vocab_size)
@@ -119,7 +137,9 @@ def measure(
                 times.append(time.perf_counter() - begin)
             row.append(statistics.median(times))
         if engine.num_running != batch:
-            raise ConfigError(f"--batches: only {engine.num_running} of {batch} requests kept running; give more KV cache")
+            raise ConfigError(
+                f"--batches: only {engine.num_running} of {batch} requests kept running; give more KV cache"
+            )
         engine.abort()
         seconds.append(row)
     engine.close()
@@ -128,11 +148,15 @@ def measure(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="rhymemeg.histospec.profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="rhymemeg.histospec.profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hf-checkpoint", required=True)
     parser.add_argument("--output", required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16, 32, 64])
-    parser.add_argument("--queries", type=int, nargs="+", default=[1, 2, 3, 5, 9, 17], help="query tokens a request: draft + 1")
+    parser.add_argument(
+        "--queries", type=int, nargs="+", default=[1, 2, 3, 5, 9, 17], help="query tokens a request: draft + 1"
+    )
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--vllm-tensor-parallel-size", type=int, default=1)
@@ -149,7 +173,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             kv_cache_gib=a.vllm_kv_cache_memory_gib,
         )
         if int(os.environ.get("RANK", "0")) == 0:
-            cost.save(a.output, model=a.hf_checkpoint, context=a.context, tensor_parallel_size=a.vllm_tensor_parallel_size)
+            cost.save(
+                a.output, model=a.hf_checkpoint, context=a.context, tensor_parallel_size=a.vllm_tensor_parallel_size
+            )
             print("milliseconds a step    " + "".join(f"{q:>9} q" for q in a.queries))
             for batch in a.batches:
                 row = cost.predict(batch, [batch * q for q in a.queries])

@@ -39,9 +39,9 @@ SYNC_EVERY = 64
 def speculative_config(max_draft: int = 32, max_num_seqs: int | None = None) -> dict[str, Any]:
     """vLLM's speculative_config for drafts of up to `max_draft` tokens.
 
-    With `max_num_seqs` it states the draft length by batch size (always the same), which keeps the scheduler from padding requests
-    that have one prompt token left to compute with max_draft placeholder drafts: padding serves full CUDA graphs
-    of equally long drafts, which these are not.
+    With `max_num_seqs` it states the draft length by batch size (always the same), which keeps the scheduler from padding
+    requests that have one prompt token left to compute with max_draft placeholders: padding serves full CUDA graphs of
+    equally long drafts, which these are not.
     """
     if not 1 <= max_draft <= MAX_DRAFT:
         raise ConfigError(f"drafts may have 1 to {MAX_DRAFT} tokens, not {max_draft}")
@@ -56,7 +56,9 @@ def check_exact(sampling: Any, where: str = "sampling parameters") -> None:
     for name, neutral in (("min_p", 0.0), ("logit_bias", None), ("logits_processors", None)):
         value = getattr(sampling, name, None)
         if value is not None and value != neutral and value != {} and value != []:
-            raise ConfigError(f"{where}: {name} cannot be combined with speculative decoding (its verification ignores it)")
+            raise ConfigError(
+                f"{where}: {name} cannot be combined with speculative decoding (its verification ignores it)"
+            )
 
 
 class HistoSpecProposer:

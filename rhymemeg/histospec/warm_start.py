@@ -108,8 +108,8 @@ def warm_start(
     *,
     step: int | None = None,
 ) -> WarmStart:
-    """Record a file's responses in `history`. `encode` turns an output text into token ids where a line has no ids (a line with
-    ids needs none); `step` keeps lines of that step only. Steps are recorded as -1 - (newest - step): before any step of this run.
+    """Record a file's responses in `history`. `encode` turns an output text into token ids where a line has none; `step`
+    keeps lines of that step only. Steps are recorded as -1 - (newest - step): before any step of this run.
     """
     by_text: dict[str, list[KnownPrompt]] = defaultdict(list)
     by_id: dict[int, KnownPrompt] = {}

@@ -41,7 +41,7 @@ def rows(requests: dict[str, list[int]], new: list[list[int]], room: int = 100, 
 
 def replay(drafter: Drafter, responses: dict[str, list[int]]) -> tuple[int, int, int, int]:
     """Generate all responses at once; (request-steps, with a draft, drafted, accepted), counted here."""
-    done = {request_id: 1 for request_id in responses}
+    done = dict.fromkeys(responses, 1)
     emitted = [response[:1] for response in responses.values()]
     steps = covered = drafted = accepted = 0
     while True:
@@ -171,7 +171,10 @@ def test_release_forgets_prompts_and_requests() -> None:
 
 
 @settings(max_examples=40)
-@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=30), min_size=1, max_size=4), st.sampled_from(["goodput", "paper"]))
+@given(
+    st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=30), min_size=1, max_size=4),
+    st.sampled_from(["goodput", "paper"]),
+)
 def test_ranks_draft_alike(responses: list[list[int]], policy: str) -> None:
     """Two drafters given the same calls give the same drafts, whatever their clocks say."""
     history = history_of(*responses[:2])

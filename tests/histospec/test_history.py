@@ -17,7 +17,8 @@ RESPONSES = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=20), min_size=
 def content(history: HistoryBuffer) -> dict[int, list[tuple]]:
     return {
         prompt: [
-            (v.step, [r.tolist() for r in v.responses()], v.rewards.tolist(), v.versions.tolist()) for v in history.get(prompt)
+            (v.step, [r.tolist() for r in v.responses()], v.rewards.tolist(), v.versions.tolist())
+            for v in history.get(prompt)
         ]
         for prompt in sorted(history)
     }

@@ -28,7 +28,9 @@ def texts(alphabet: int, longest: int) -> st.SearchStrategy[list[int]]:
 WEIGHTS = st.sampled_from([-1.0, -0.5, 0.0, 0.25, 1.0, 2.0])
 
 
-def load(index: DraftIndex, context: list[int], responses: list[list[int]], weights: list[float], prompt: list[int]) -> None:
+def load(
+    index: DraftIndex, context: list[int], responses: list[list[int]], weights: list[float], prompt: list[int]
+) -> None:
     index.load(
         PROMPT,
         context=context,
@@ -58,7 +60,10 @@ def test_equals_exhaustive_search(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 3))):
         weight, searchable = data.draw(WEIGHTS), data.draw(st.booleans())
         requests.append(
-            (index.open(PROMPT, context=context, weight=weight, searchable=searchable), reference.add(context, [], weight, searchable))
+            (
+                index.open(PROMPT, context=context, weight=weight, searchable=searchable),
+                reference.add(context, [], weight, searchable),
+            )
         )
     for _ in range(data.draw(st.integers(1, 4))):
         new = [data.draw(texts(alphabet, 70)) for _ in requests]
@@ -76,7 +81,9 @@ def test_equals_exhaustive_search(data: st.DataObject) -> None:
         if options["max_match"] < min_match:
             options["max_match"] = min_match
         limits = [data.draw(st.integers(0, 20)) for _ in requests]
-        tokens, offsets, matches, occurrences, probabilities = index.draft([slot for slot, _ in requests], limits, **options)
+        tokens, offsets, matches, occurrences, probabilities = index.draft(
+            [slot for slot, _ in requests], limits, **options
+        )
         for row, (_, document) in enumerate(requests):
             span = slice(offsets[row], offsets[row + 1])
             expected, match, path, votes = reference.draft(document, limits[row], **options)
@@ -172,7 +179,9 @@ def test_many_threads_do_not_disturb_each_other() -> None:
     rng = np.random.default_rng(0)
     histories = {prompt: rng.integers(0, 50, 5000, dtype=np.int32) for prompt in range(1, 9)}
     threads = [
-        threading.Thread(target=index.load, args=(p,), kwargs={"context": [], "tokens": t, "lengths": [len(t)], "weights": [1.0]})
+        threading.Thread(
+            target=index.load, args=(p,), kwargs={"context": [], "tokens": t, "lengths": [len(t)], "weights": [1.0]}
+        )
         for p, t in histories.items()
     ]
     slot = index.open(0, context=[])

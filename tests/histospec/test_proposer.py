@@ -29,7 +29,9 @@ def vllm_config(**changes: Any) -> SimpleNamespace:
             num_speculative_tokens=MAX_DRAFT, rejection_sample_method=values["rejection_sample_method"]
         ),
         model_config=SimpleNamespace(max_model_len=100, logits_processors=values["logits_processors"]),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=values["pipeline_parallel_size"]),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=values["pipeline_parallel_size"]
+        ),
     )
 
 
@@ -86,7 +88,9 @@ def test_room_ends_at_the_models_and_the_requests_limit() -> None:
     text = np.array([[1, 2, 3, *range(10, 107)]], np.int32)
     lengths = []
     for limit in (40, 6, 3, 2, 1):
-        runner.requests["0-5-0-0-x"] = SimpleNamespace(num_prompt_tokens=3, sampling_params=SimpleNamespace(max_tokens=limit))
+        runner.requests["0-5-0-0-x"] = SimpleNamespace(
+            num_prompt_tokens=3, sampling_params=SimpleNamespace(max_tokens=limit)
+        )
         lengths.append(len(proposer.propose([[10]], np.array([4]), text)[0]))
     assert lengths == [8, 4, 1, 0, 0], "a draft and its bonus token fit into max_tokens"
     runner.requests.clear()
@@ -179,7 +183,9 @@ def test_history_saves_steps_and_changes_nothing(engine: Any, plain: Any, policy
     assert steps < 0.5 * plain[1]
     # Counted by the drafter as by the engine. After a request's last step nothing is drafted, so it is counted too.
     decode_tokens = sum(len(sample.response_ids) - 1 for sample in samples.values())
-    assert metrics["histospec/tokens_per_request_step"] * metrics["histospec/request_steps"] == pytest.approx(decode_tokens)
+    assert metrics["histospec/tokens_per_request_step"] * metrics["histospec/request_steps"] == pytest.approx(
+        decode_tokens
+    )
 
 
 @pytest.mark.engine

@@ -28,7 +28,13 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for step in (4, 8):
                 for _ in range(4):
                     words = [word if rng.random() > 0.1 else f"w{rng.integers(60)}" for word in base]
-                    line = {"prompt_id": prompt, "input": f"q{prompt}", "output": " ".join(words), "score": 1.0, "step": step}
+                    line = {
+                        "prompt_id": prompt,
+                        "input": f"q{prompt}",
+                        "output": " ".join(words),
+                        "score": 1.0,
+                        "step": step,
+                    }
                     file.write(json.dumps(line) + "\n")
     return path
 
@@ -46,7 +52,9 @@ def test_index_equals_exhaustive_search(trace: Path, capsys: pytest.CaptureFixtu
     for a, b in zip(fast, slow):
         assert a["tokens_per_request_step"] == pytest.approx(b["tokens_per_request_step"], rel=0.02)
         assert 1.2 < a["tokens_per_request_step"] <= 5
-        assert a["request_steps"] * a["tokens_per_request_step"] == pytest.approx(3 * 4 * 80), "all but the first token of each"
+        assert a["request_steps"] * a["tokens_per_request_step"] == pytest.approx(3 * 4 * 80), (
+            "all but the first token of each"
+        )
     assert picture.stat().st_size > 1000
 
 
@@ -57,7 +65,21 @@ def test_another_prompts_history_does_not_help(trace: Path, capsys: pytest.Captu
 
 
 def test_goodput_is_at_least_as_fast_as_fixed_lengths(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = run(capsys, trace, "--group", 4, "--batch", 4, "--sources", "both", "--policy", "goodput", "fixed:2", "fixed:4", "fixed:8")
+    rows = run(
+        capsys,
+        trace,
+        "--group",
+        4,
+        "--batch",
+        4,
+        "--sources",
+        "both",
+        "--policy",
+        "goodput",
+        "fixed:2",
+        "fixed:4",
+        "fixed:8",
+    )
     speed = {row["policy"]: row["predicted_tokens_per_second"] for row in rows}
     assert speed.pop("goodput") >= 0.97 * max(speed.values()), "960 tokens: little time to learn"
 

@@ -45,7 +45,15 @@ def test_reads_samples_of_another_run(tmp_path: Path) -> None:
     """Lines with token ids; the newest step wins; a prompt_id counts only where there is no input text."""
     path = write(
         tmp_path / "steps.jsonl",
-        {"prompt_id": 0, "input": "b?", "output": "?", "output_token_ids": [3, 4], "score": 0.5, "step": 1, "version": [1, 1]},
+        {
+            "prompt_id": 0,
+            "input": "b?",
+            "output": "?",
+            "output_token_ids": [3, 4],
+            "score": 0.5,
+            "step": 1,
+            "version": [1, 1],
+        },
         {"prompt_id": 0, "input": "b?", "output": "?", "output_token_ids": [5], "score": 0.5, "step": 2},
         {"prompt_id": 2, "output_token_ids": [6], "score": 1.0, "step": 2},
     )

@@ -236,7 +236,7 @@ void ContextIndex::sort_all() {
   sort_range(order.data(), order.data() + order.size(), 0);
   num_entries_ = order.size();
   // Blocks start seven eighths full: insertions of live siblings find room, the memory is near the densest.
-  constexpr std::size_t fill = kBlock - kBlock / 4;
+  constexpr std::size_t fill = kBlock - kBlock / 8;
   directory_.reserve(order.size() / fill + 1);
   for (std::size_t i = 0; i < order.size(); i += fill) {
     const std::uint32_t index = new_block();
