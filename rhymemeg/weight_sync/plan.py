@@ -83,30 +83,37 @@ Loads = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]
 
 
 def estimated_seconds(plan: Plan, bandwidths: Bandwidths) -> float:
-    """The transfer goes bucket by bucket, so its time is the sum over buckets of the busiest rank's time in each."""
+    """The transfer goes step by step: a bucket's first hop together with the second hop of the bucket before. Its time
+    is the sum over steps of the busiest rank's time."""
     world, node = plan.world, plan.ranks_per_node
-    # What a byte of a class and part adds: (targets, sources, times that each source sends), within nodes and across.
+    # What a byte of a class and part adds: (targets, sources, times that each source sends), within nodes and across,
+    # in the first hop; then the same in the second.
     wires: dict[tuple[int, int], list[tuple[Any, Any, Any]]] = {}
     for c, group in enumerate(plan.classes):
-        targets = np.asarray(group.needers)
+        targets, holders = np.asarray(group.needers), np.asarray(group.holders)
         for part, chosen in enumerate(group.sources):
             sources = np.asarray(chosen)
-            same = targets // node == sources // node
-            masks = (same & (targets != sources), ~same)
+            same, first = targets // node == sources // node, np.isin(sources, holders)
+            near = same & (targets != sources)
+            masks = (near & first, ~same & first, near & ~first, ~same & ~first)
             wires[c, part] = [(targets[m], *np.unique(sources[m], return_counts=True)) for m in masks]
     seconds, atoms = 0.0, iter(plan.atoms)
     atom = next(atoms, None)
-    for bucket in plan.buckets:
+    relayed: dict[tuple[int, int], int] = {}
+    for bucket in [*plan.buckets, range(len(plan.tensors), len(plan.tensors))]:
         sizes: dict[tuple[int, int], int] = defaultdict(int)
         while atom is not None and atom.tensor < bucket.stop:
             sizes[atom.group, atom.part] += numel(atom.box) * plan.tensors[atom.tensor].itemsize
             atom = next(atoms, None)
-        loads: list[Loads] = [(np.zeros(world), np.zeros(world)) for _ in range(2)]
-        for key, size in sizes.items():
-            for (received, sent), (targets, sources, times) in zip(loads, wires[key]):
-                received[targets] += size
-                sent[sources] += size * times
-        seconds += bandwidths.seconds(*loads)
+        near, far = ((np.zeros(world), np.zeros(world)) for _ in range(2))
+        for hop, moved in ((0, sizes), (1, relayed)):
+            for key, size in moved.items():
+                links = wires[key][2 * hop : 2 * hop + 2]
+                for (received, sent), (targets, sources, times) in zip((near, far), links):
+                    received[targets] += size
+                    sent[sources] += size * times
+        seconds += bandwidths.seconds(near, far)
+        relayed = sizes
     return seconds
 
 

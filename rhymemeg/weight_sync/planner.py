@@ -10,7 +10,9 @@ Method.
 2. Atoms with the same holders and the same needers form a *class*; there are few, however large the model is. Each
    needer gets a class from one holder: itself if it is one, else one on its node, else any, each time the one that has
    least to send so far. A class with more holders than needers is cut in parts first, so that all holders can serve.
-   Classes are served largest first.
+   Classes are served largest first. Where a class has many more needers than holders (`relay_above`), holders send to
+   some of the needers only, one a node first, and these *relays* pass it on: two hops, the square root of the fan-out
+   in each, so that all ranks send and not just those of one pipeline stage. The bytes stay the same.
 3. Tensors, layer by layer as the engine's loader wants them, form buckets: in none does a rank receive and pack for
    sending more than `bucket_bytes` together (a single larger tensor makes a bucket of its own). A layer's experts
    alternate between the expert-parallel ranks, and `layers_in_flight` layers of as many pipeline stages between these,
@@ -28,6 +30,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from math import isqrt
 from typing import NamedTuple, Protocol
 
 from rhymemeg.errors import WeightSyncError
@@ -37,6 +40,8 @@ from rhymemeg.weight_sync.rules import Part, Rule
 from rhymemeg.weight_sync.topology import ActorLayout, EngineLayout, Ranks
 
 MAX_PARTS = 16
+RELAY_ABOVE = 4
+"""Remote needers a holder from which relays pay: two hops of sqrt(n) messages each against one of n."""
 
 
 class Tensor(NamedTuple):
@@ -131,16 +136,27 @@ class Move(NamedTuple):
     box: Box
 
 
+Items = list[tuple[int, Box]]
+"""(tensor number, box) in the plan's order, so that both ends of a message know its content without a header."""
+
+
+@dataclass
+class Hop:
+    """Messages of one rank: other rank -> content."""
+
+    receive: dict[int, Items] = field(default_factory=dict)
+    send: dict[int, Items] = field(default_factory=dict)
+
+
 @dataclass
 class BucketProgram:
-    """What one rank does for the tensors of one bucket. Lists of (tensor number, box), in the plan's order, so that the
-    two ends of a message agree on its content without a header."""
+    """What one rank does for the tensors of one bucket: copy `local`; receive and send of the first hop (from holders);
+    then, with what has arrived, those of the second (from relays)."""
 
     tensors: range
     needed: dict[int, Box] = field(default_factory=dict)
-    local: list[tuple[int, Box]] = field(default_factory=list)
-    receive: dict[int, list[tuple[int, Box]]] = field(default_factory=dict)
-    send: dict[int, list[tuple[int, Box]]] = field(default_factory=dict)
+    local: Items = field(default_factory=list)
+    hops: tuple[Hop, Hop] = field(default_factory=lambda: (Hop(), Hop()))
 
 
 @dataclass
@@ -173,11 +189,13 @@ class Plan:
     target: Target
 
     def moves(self) -> Iterator[Move]:
-        """Every move, local ones included. Meant for small plans."""
-        for atom in self.atoms:
-            group = self.classes[atom.group]
-            for target, source in zip(group.needers, group.sources[atom.part]):
-                yield Move(source, target, atom.tensor, atom.box)
+        """Every move, local ones included, those of the first hop before those of the second. For small plans."""
+        for hop in (0, 1):
+            for atom in self.atoms:
+                group = self.classes[atom.group]
+                for target, source in zip(group.needers, group.sources[atom.part]):
+                    if hop == (source not in group.holders):
+                        yield Move(source, target, atom.tensor, atom.box)
 
     def traffic(self) -> Traffic:
         n, node = self.world, self.ranks_per_node
@@ -209,21 +227,19 @@ class Plan:
         """The part of one rank, bucket by bucket."""
         # For each class and part in which this rank plays a role: where it gets it from, and whom it serves.
         position: dict[int, int | None] = {}
-        role: list[list[tuple[int | None, list[int]]]] = []
+        role: list[tuple[bool, list[tuple[int | None, int, list[int]]]]] = []
         for group in self.classes:
             key = id(group.needers)
             if key not in position:
                 position[key] = group.needers.index(rank) if rank in group.needers else None
-            at, holds = position[key], rank in group.holders
-            role.append(
-                [
-                    (
-                        None if at is None else sources[at],
-                        [t for t, s in zip(group.needers, sources) if s == rank and t != rank] if holds else [],
-                    )
-                    for sources in group.sources
-                ]
-            )
+            at, holders = position[key], _members(group.holders)
+            takes_part = at is not None or rank in holders
+            roles: list[tuple[int | None, int, list[int]]] = []
+            for sources in group.sources if takes_part else [[]] * len(group.sources):
+                source = None if at is None else sources[at]
+                targets = [t for t, s in zip(group.needers, sources) if s == rank and t != rank]
+                roles.append((source, 0 if source in holders else 1, targets))
+            role.append((rank not in holders, roles))
         programs = [BucketProgram(tensors) for tensors in self.buckets]
         current = iter(programs)
         program = next(current, None)
@@ -231,14 +247,15 @@ class Plan:
             while program is not None and atom.tensor >= program.tensors.stop:
                 program = next(current, None)
             assert program is not None
-            source, targets = role[atom.group][atom.part]
+            relays, roles = role[atom.group]
+            source, hop, targets = roles[atom.part]
             item = (atom.tensor, atom.box)
             if source == rank:
                 program.local.append(item)
             elif source is not None:
-                program.receive.setdefault(source, []).append(item)
+                program.hops[hop].receive.setdefault(source, []).append(item)
             for target in targets:
-                program.send.setdefault(target, []).append(item)
+                program.hops[relays].send.setdefault(target, []).append(item)
         for program in programs:
             for i in program.tensors:
                 for need in self.target.needs(self.tensors[i]):
@@ -356,6 +373,7 @@ def make_plan(
     bucket_bytes: int,
     ranks_per_node: int = 8,
     layers_in_flight: int = 1,
+    relay_above: float = RELAY_ABOVE,
 ) -> Plan:
     """See the module's contract. `itemsize`: bytes an element of the model's weights."""
     cutter, holders_of = _Cutter(actor), Holders(layout, actor)
@@ -370,10 +388,11 @@ def make_plan(
     buckets = _Buckets(bucket_bytes, target.lanes)
     for number, tensor in enumerate(tensors):
         needs = target.needs(tensor)
-        p = tensor.parameter
-        buckets.add(number, tensor, needs, cutter.held(tensor), holders_of.stages(p), holders_of.expert_group(p))
+        p, copies = tensor.parameter, 1
         for box, tp_ranks, need in cutter.cuts(tensor, needs):
-            holders, needers = holders_of(tensor.parameter, tp_ranks), needs[need].ranks
+            holders, needers = holders_of(p, tp_ranks), needs[need].ranks
+            if len(needers) > relay_above * len(holders):
+                copies = 2  # a relay packs what it has received
             # Groups of ranks are shared objects, so their identity is a cheap key; equal groups under two
             # identities only make two classes of one.
             key = (id(holders), id(needers))
@@ -382,13 +401,15 @@ def make_plan(
                 parts = min(MAX_PARTS, -(-len(holders) // len(needers)))
                 classes.append(Class(holders, needers, [0] * parts))
             pending.append((number, box, index[key]))
+        held, stages = cutter.held(tensor), holders_of.stages(p)
+        buckets.add(number, tensor, needs, held, stages, holders_of.expert_group(p), copies)
     atoms: list[Atom] = []
     for number, box, c in pending:
         sizes = classes[c].part_bytes
         part = sizes.index(min(sizes)) if len(sizes) > 1 else 0
         sizes[part] += numel(box) * tensors[number].itemsize
         atoms.append(Atom(number, box, c, part))
-    _choose_sources(classes, actor.world, ranks_per_node)
+    _choose_sources(classes, actor.world, ranks_per_node, relay_above)
     return Plan(tensors, atoms, classes, buckets.finish(len(tensors)), actor.world, ranks_per_node, target)
 
 
@@ -429,7 +450,7 @@ class Holders:
         return self._known[key]
 
 
-def _choose_sources(classes: list[Class], world: int, ranks_per_node: int) -> None:
+def _choose_sources(classes: list[Class], world: int, ranks_per_node: int, relay_above: float) -> None:
     """Step 2, in place. Deterministic: ties go to the lowest rank."""
     load = [0] * world
     by_node: dict[int, dict[int, list[int]]] = {}
@@ -457,15 +478,42 @@ def _choose_sources(classes: list[Class], world: int, ranks_per_node: int) -> No
             source = near[0] if len(near) == 1 else min(near, key=lambda r: (load[r], r))
             sources[i] = source
             load[source] += size
-        if far:
-            heap = [(load[rank], rank) for rank in group.holders]
-            heapq.heapify(heap)
-            for i in far:
-                sent, source = heap[0]
-                sources[i] = source
-                heapq.heapreplace(heap, (sent + size, source))
-            for sent, source in heap:
-                load[source] = sent
+        if len(far) <= relay_above * len(group.holders):
+            _serve(far, group.holders, sources, load, size)
+            continue
+        # By node, the least loaded first; relays are the first of each node, then the second of each, and so on.
+        on_node: dict[int, list[int]] = defaultdict(list)
+        for i in sorted(far, key=lambda i: (load[group.needers[i]], i)):
+            on_node[group.needers[i] // ranks_per_node].append(i)
+        turn = {i: number for members in on_node.values() for number, i in enumerate(members)}
+        by_turn = sorted(far, key=lambda i: (turn[i], load[group.needers[i]], i))
+        relays = by_turn[: isqrt(len(far) * len(group.holders) - 1) + 1]
+        _serve(relays, group.holders, sources, load, size)
+        relay_of_node: dict[int, list[int]] = defaultdict(list)
+        for i in relays:
+            relay_of_node[group.needers[i] // ranks_per_node].append(group.needers[i])
+        remote: list[int] = []
+        for i in by_turn[len(relays) :]:
+            near = relay_of_node.get(group.needers[i] // ranks_per_node)
+            if near is None:
+                remote.append(i)
+                continue
+            source = min(near, key=lambda r: (load[r], r))
+            sources[i] = source
+            load[source] += size
+        _serve(remote, tuple(group.needers[i] for i in relays), sources, load, size)
+
+
+def _serve(wanting: list[int], servers: Ranks, sources: list[int], load: list[int], size: int) -> None:
+    """Give each of these needers the server that has least to send so far."""
+    heap = [(load[rank], rank) for rank in servers]
+    heapq.heapify(heap)
+    for i in wanting:
+        sent, source = heap[0]
+        sources[i] = source
+        heapq.heapreplace(heap, (sent + size, source))
+    for sent, source in heap:
+        load[source] = sent
 
 
 class _Buckets:
@@ -490,7 +538,9 @@ class _Buckets:
         held: list[tuple[Box, tuple[int, ...]]],
         stages: tuple[int, ...],
         ep: int | None,
+        copies: int,
     ) -> None:
+        size = tensor.itemsize * copies
         shards: dict[int, int] = defaultdict(int)
         for box, ranks in held:
             for rank in ranks:
@@ -498,9 +548,7 @@ class _Buckets:
         pack = max(shards.values(), default=0)
         for _ in range(2):
             packed = max(self.pack[s, None] + pack + (0 if ep is None else self.pack[s, ep]) for s in stages)
-            received = max(
-                (self.receive[x] + numel(n.box) * tensor.itemsize for n in needs for x in n.lanes), default=0
-            )
+            received = max((self.receive[x] + numel(n.box) * size for n in needs for x in n.lanes), default=0)
             most = max(received, self.largest_receive) + max(packed, self.largest_pack)
             if most <= self.limit or number == self.start:
                 break
@@ -509,7 +557,7 @@ class _Buckets:
             self._reset()
         for need in needs:
             for lane in need.lanes:
-                self.receive[lane] += numel(need.box) * tensor.itemsize
+                self.receive[lane] += numel(need.box) * size
         for s in stages:
             self.pack[s, ep] += pack
         self.largest_receive = max(received, self.largest_receive)

@@ -19,6 +19,7 @@ transfer is first run to its end, so that no rank waits for another.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,7 +34,7 @@ from rhymemeg.weight_sync.actor_side import actor_layout, local_params
 from rhymemeg.weight_sync.engine_side import repair_expert_reload
 from rhymemeg.weight_sync.layouts import ModelLayout
 from rhymemeg.weight_sync.partial import absent_tensor, partial_tensor
-from rhymemeg.weight_sync.planner import EngineTarget, make_plan
+from rhymemeg.weight_sync.planner import RELAY_ABOVE, EngineTarget, make_plan
 from rhymemeg.weight_sync.topology import EngineLayout
 from rhymemeg.weight_sync.transfer import Courier, Delivery, held_views
 from rhymemeg.weight_sync.verify import ROTATION, Verifier
@@ -64,8 +65,11 @@ class WeightSync:
         chunks: Sequence[torch.nn.Module],
         engine: Engine,
         engines: EngineLayout | None = None,
+        ranks_per_node: int | None = None,
+        relay_above: float = RELAY_ABOVE,
     ) -> None:
-        """`engines`: their layout; None: that of `engine`."""
+        """`engines`: their layout; None: that of `engine`. `ranks_per_node`: None: as torchrun says. `relay_above`: see
+        `planner.py`."""
         self.arch, self.options, self.runtime = arch, options, runtime
         self.chunks, self.engine = chunks, engine
         self.layout = ModelLayout(arch)
@@ -80,6 +84,8 @@ class WeightSync:
             EngineTarget(self.engines, arch.num_experts),
             self.dtype.itemsize,
             options.update_weight_buffer_size,
+            ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world_size)),
+            relay_above=relay_above,
         )
         self.seconds_planning = time.perf_counter() - start
         # A group of its own: the order of its operations depends on no other part of the program.

@@ -30,6 +30,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"tensor_model_parallel_size": 2}),
     ("llama", {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1}),
     ("llama", {"tensor_model_parallel_size": 4}),
+    ("llama", {"pipeline_model_parallel_size": 4}),
     ("qwen3_moe", {"expert_model_parallel_size": 2}),
     ("qwen3_moe", {"expert_model_parallel_size": 4}),
     ("qwen3_moe", {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "sequence_parallel": True}),
@@ -44,7 +45,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         },
     ),
 ]
-# TP, expert parallel, whole tensors.
+# TP, expert parallel, whole tensors; the last as if each rank were a node, with relays.
 ENGINES = [
     (1, False, False),
     (2, False, False),
@@ -52,6 +53,7 @@ ENGINES = [
     (4, False, False),
     (2, True, False),
     (4, True, False),
+    (1, False, False),
 ]
 
 
@@ -112,12 +114,15 @@ def run_case(runtime: Runtime, source: Path, scratch: Path, parallel: ParallelOp
     params = local_params(chunks, arch, runtime)
     options = SyncOptions(update_weight_buffer_size=20_000, weight_sync_verify="full")
     syncs: dict[str, tuple[Recorder, WeightSync]] = {}
-    for tp, ep, mode in ENGINES:
+    for number, (tp, ep, mode) in enumerate(ENGINES):
         if arch.is_moe or not ep:
             recorder = Recorder(arch, runtime.rank, tp, ep)
             engines = EngineLayout(runtime.world_size, tp, ep, whole=mode)
-            sync = WeightSync(arch, options, runtime, chunks, recorder, engines)
-            syncs[f"tp{tp}{'ep' if ep else ''}{' whole' if mode else ''}"] = recorder, sync
+            relays = number == len(ENGINES) - 1
+            far_apart: dict[str, Any] = {"ranks_per_node": 1, "relay_above": 0.5} if relays else {}
+            sync = WeightSync(arch, options, runtime, chunks, recorder, engines, **far_apart)
+            label = f"tp{tp}{'ep' if ep else ''}{' whole' if mode else ''}{' relays' if relays else ''}"
+            syncs[label] = recorder, sync
     for step in range(2):
         if step:
             with torch.no_grad():
@@ -137,6 +142,9 @@ def run_case(runtime: Runtime, source: Path, scratch: Path, parallel: ParallelOp
     assert exported.keys() == whole.keys()
     for name, tensor in whole.items():
         assert torch.equal(exported[name], tensor), f"export: {name}"
+    if parallel.pipeline_model_parallel_size == 4:
+        hops = [b.hops[1] for b in syncs["tp1 relays"][1].plan.program(runtime.rank)]
+        assert any(runtime.all_gather_object(any(hop.send for hop in hops))), "no relay was used"
     received = {}
     for label, (_, sync) in syncs.items():
         traffic = sync.plan.traffic()

@@ -31,10 +31,20 @@ class Case:
     engines: EngineLayout
     ranks_per_node: int
     bucket_bytes: int
+    layers_in_flight: int
+    relay_above: float
 
     def plan(self) -> Plan:
-        target = EngineTarget(self.engines, self.arch.num_experts)
-        return make_plan(ModelLayout(self.arch), self.actor, target, ITEMSIZE, self.bucket_bytes, self.ranks_per_node)
+        return make_plan(
+            ModelLayout(self.arch),
+            self.actor,
+            EngineTarget(self.engines, self.arch.num_experts),
+            ITEMSIZE,
+            self.bucket_bytes,
+            self.ranks_per_node,
+            self.layers_in_flight,
+            self.relay_above,
+        )
 
 
 @st.composite
@@ -56,7 +66,8 @@ def cases(draw: st.DrawFn) -> Case:
     actor = ActorLayout(tuple(ranks), tp, pp, ep, etp, padded)
     whole = draw(st.sampled_from([False, False, False, True]))
     engines = EngineLayout(len(ranks), engine_tp, a.is_moe and draw(st.booleans()), whole)
-    return Case(a, actor, engines, draw(st.sampled_from([1, 2, 8])), draw(st.sampled_from([200, 5000, 10**9])))
+    node, bucket = draw(st.sampled_from([1, 2, 8])), draw(st.sampled_from([200, 5000, 10**9]))
+    return Case(a, actor, engines, node, bucket, draw(st.integers(1, 3)), draw(st.sampled_from([0.5, 1, 4])))
 
 
 def held_elements(case: Case, hf: dict[str, np.ndarray], rank: int) -> dict[str, np.ndarray]:
@@ -105,6 +116,9 @@ def test_every_needed_element_arrives_once_over_the_least_wire(case: Case) -> No
     for move in plan.moves():
         name, at = plan.tensors[move.tensor].name, slices(move.box)
         values = held[move.source][name][at]
+        if not (values != 0).all():  # a relay: has it from an earlier move
+            values = arrived[move.source][name][at]
+            assert move.source != move.target
         assert (values != 0).all(), f"rank {move.source} does not hold {name}{move.box}"
         assert (arrived[move.target][name][at] == 0).all(), "written twice"
         arrived[move.target][name][at] = values
@@ -138,22 +152,29 @@ def test_programs_of_the_ranks_are_the_plan(case: Case) -> None:
     plan = case.plan()
     programs = [plan.program(rank) for rank in range(plan.world)]
     moves = {(m.source, m.target, m.tensor, m.box) for m in plan.moves()}
-    sent = {(r, t, *item) for r, p in enumerate(programs) for b in p for t, items in b.send.items() for item in items}
-    received = {
-        (s, r, *item) for r, p in enumerate(programs) for b in p for s, items in b.receive.items() for item in items
+    sent = {(r, t, *i) for r, p in enumerate(programs) for b in p for h in b.hops for t, x in h.send.items() for i in x}
+    got = {
+        (s, r, *i) for r, p in enumerate(programs) for b in p for h in b.hops for s, x in h.receive.items() for i in x
     }
-    local = {(r, r, *item) for r, p in enumerate(programs) for b in p for item in b.local}
-    assert sent == received
+    local = {(r, r, *i) for r, p in enumerate(programs) for b in p for i in b.local}
+    assert sent == got
     assert sent | local == moves
     assert [i for bucket in plan.buckets for i in bucket] == list(range(len(plan.tensors)))
     for number, bucket in enumerate(plan.buckets):
-        for source in range(plan.world):
-            mine = programs[source][number]
-            for target, items in mine.send.items():
-                assert programs[target][number].receive[source] == items
-            size = {i: plan.tensors[i].itemsize for i in bucket}
-            packed = sum(numel(box) * size[i] for i, box in {x for items in mine.send.values() for x in items})
-            taken = sum(numel(box) * size[i] for items in mine.receive.values() for i, box in items)
+        size = {i: plan.tensors[i].itemsize for i in bucket}
+        for rank in range(plan.world):
+            first, second = programs[rank][number].hops
+            for hop, messages in enumerate((first.send, second.send)):
+                for target, items in messages.items():
+                    assert programs[target][number].hops[hop].receive[rank] == items
+            arrived = {item for items in first.receive.values() for item in items}
+            assert all(item in arrived for items in second.send.values() for item in items)
+            packed = sum(
+                numel(box) * size[i]
+                for hop in (first, second)
+                for i, box in {x for items in hop.send.values() for x in items}
+            )
+            taken = sum(numel(b) * size[i] for h in (first, second) for x in h.receive.values() for i, b in x)
             assert len(bucket) == 1 or packed + taken <= case.bucket_bytes
 
 
@@ -200,12 +221,27 @@ def test_one_needer_is_served_by_all_replicas() -> None:
     assert min(sent) > 0.5 * max(sent)
 
 
+def test_relays_spread_the_load() -> None:
+    """8 ranks of a stage serve 56 others: directly each sends every slice 7 times at once, with relays at most 5 times."""
+    a = arch("LlamaForCausalLM", num_hidden_layers=8)
+    actor = layout_of(a, 64, pipeline_model_parallel_size=8)
+    most_sends = {}
+    for relay_above in (1, 1e9):
+        plan = make_plan(
+            ModelLayout(a), actor, EngineTarget(EngineLayout(64)), 2, 1, ranks_per_node=8, relay_above=relay_above
+        )
+        assert sum(plan.traffic().received) == plan.least_wire_bytes()
+        programs = [plan.program(rank) for rank in range(64)]
+        most_sends[relay_above] = max(len(hop.send) for p in programs for bucket in p for hop in bucket.hops)
+    assert most_sends[1e9] >= 7 and most_sends[1] <= 5
+
+
 def test_equal_layouts_move_nothing() -> None:
     a = arch("Qwen3ForCausalLM", vocab_size=256)
     actor = layout_of(a, 4, tensor_model_parallel_size=2)
     plan = make_plan(ModelLayout(a), actor, EngineTarget(EngineLayout(4, 2)), 2, 1 << 30)
     assert sum(plan.traffic().received) == 0
-    assert all(not b.send and not b.receive for rank in range(4) for b in plan.program(rank))
+    assert all(not h.send and not h.receive for rank in range(4) for b in plan.program(rank) for h in b.hops)
 
 
 def test_an_engine_that_does_not_fit_is_refused_by_name() -> None:
