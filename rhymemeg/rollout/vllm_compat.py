@@ -12,6 +12,7 @@ the model's collectives connect them.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -69,22 +70,34 @@ def check_version() -> None:
 
 
 @contextmanager
-def _confined() -> Iterator[None]:
-    """vLLM's CPU worker changes the process it runs in: the environment that child processes inherit, and
-    torch.set_num_threads, which it disables. The trainer lives in the same process, so both are put back. Warnings that
-    vLLM causes in other libraries while it starts are not the user's business."""
+def _confined(device_type: str) -> Iterator[None]:
+    """Start an engine without what vLLM's CPU worker does to the process around it, because the trainer lives there
+    too: it binds all memory to one NUMA node, disables torch.set_num_threads, and changes what child processes
+    inherit."""
     import warnings
 
     import torch
 
+    if device_type != "cpu":
+        yield
+        return
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
     names = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "NUMEXPR_MAX_THREADS")
     before = {name: os.environ.get(name) for name in names}
     set_num_threads = torch.set_num_threads
+    operators: Any = torch.ops._C
+    bind_memory = operators.init_cpu_memory_env
+    operators.init_cpu_memory_env = lambda nodes: None
+    # Looked up when vLLM configures itself; that Triton is missing is expected.
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
+        operators.init_cpu_memory_env = bind_memory
         torch.set_num_threads = set_num_threads
         for name, value in before.items():
             if value is None:
@@ -228,7 +241,7 @@ class VllmEngine:
         self._params_type, self._tokens_input = SamplingParams, tokens_input
         self._tied = spec.arch.tie_word_embeddings
         try:
-            with _confined():
+            with _confined(spec.device_type):
                 self._llm = LLMEngine.from_engine_args(EngineArgs(**_engine_args(spec)))
         except ValueError as error:
             text = " ".join(str(error).split())

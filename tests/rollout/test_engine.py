@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,7 +54,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in folders]
     weights = [load_file(folder / "model.safetensors") for folder in folders]
     arch = ModelArch.from_pretrained(folders[0])
-    engine = RolloutEngine(tiny.spec(folders[0], arch), tiny.one_rank(), Letters())
+    ranks, environment = tiny.one_rank(), dict(os.environ)
+    engine = RolloutEngine(tiny.spec(folders[0], arch), ranks, Letters())
+    # What runs beside the engine finds its process unchanged.
+    for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "OMP_NUM_THREADS"):
+        assert os.environ.get(name) == environment.get(name)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    assert torch.get_num_threads() == threads + 1
+    torch.set_num_threads(threads)
     yield World(engine, models[0], weights[0], models[1], weights[1], folders[0], arch)
     engine.close()
     assert torch.distributed.is_initialized(), "closing the engine must leave the trainer's groups"
@@ -162,14 +171,18 @@ class TestCircumstances:
         small = RolloutEngine(tiny.spec(world.folder, world.arch, kv_cache_memory=330 * 1024), tiny.one_rank())
         try:
             assert small.vllm.kv_cache_tokens == 320
-            most = 0
+            most = preempted = 0
+            before = (0, 24)  # running, unfinished
 
-            def watch(progress: Progress) -> None:
-                nonlocal most
-                most = max(most, progress.running)
+            def watch(engine: RolloutEngine) -> bool:
+                nonlocal most, preempted, before
+                running, unfinished = engine.num_running, len(engine.unfinished)
+                preempted += before[0] - running > before[1] - unfinished
+                most, before = max(most, running), (running, unfinished)
+                return False
 
-            got = run_samples(small, [make(i) for i in range(24)], sampling, 0, timeout=120, progress=watch)
-            assert 1 < most < 24
+            got = run_samples(small, [make(i) for i in range(24)], sampling, 0, timeout=120, between_steps=watch)
+            assert 1 < most < 24 and preempted > 0
         finally:
             small.close()
         for a, b in zip(got, expected):
