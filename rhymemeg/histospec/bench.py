@@ -201,19 +201,23 @@ class NGram:
         return int(self.counts.sum())
 
 
-def contenders(length: int) -> list[Callable[[], Contender]]:
-    """Constructors of those that are installed."""
-    found: list[Callable[[], Contender]] = [Ours]
-    try:
-        Arctic()
-        found += [Arctic, ArcticDefaults]
-    except ImportError:
-        pass
-    try:
-        NGram(length)
-        found.append(lambda: NGram(length))
-    except (ImportError, AttributeError):
-        pass
+def contenders(length: int, only: Sequence[str] | None) -> list[Callable[[], Contender]]:
+    """Constructors of those that are installed (and in `only`, if given)."""
+    known: dict[str, Callable[[], Contender]] = {
+        "rhymemeg": Ours,
+        "arctic": Arctic,
+        "arctic-vllm": ArcticDefaults,
+        "ngram": lambda: NGram(length),
+    }
+    found: list[Callable[[], Contender]] = []
+    for name, make in known.items():
+        if only and name not in only:
+            continue
+        try:
+            make()
+            found.append(make)
+        except ImportError:
+            continue
     return found
 
 
@@ -278,7 +282,9 @@ def memory_apart(name: str, length: int, prompts: int) -> float:
     return float(done.stdout.split()[-1])
 
 
-def trace_tokens_per_step(path: str, history_step: int | None, live_step: int | None, size: int) -> dict[str, float]:
+def trace_tokens_per_step(
+    path: str, history_step: int | None, live_step: int | None, size: int, only: Sequence[str] | None
+) -> dict[str, float]:
     """Tokens per request-step of each contender on a trace: drafts of up to 16 tokens from the history and from the group
     as it grows, a group at a time."""
     from rhymemeg.histospec.trace import read_trace_file, steps_of
@@ -286,7 +292,7 @@ def trace_tokens_per_step(path: str, history_step: int | None, live_step: int | 
     trace = read_trace_file(path, size)
     history, live = steps_of(trace, history_step, live_step)
     results: dict[str, float] = {}
-    for make in contenders(1):
+    for make in contenders(1, only):
         contender = make()
         if contender.name == "ngram":
             continue
@@ -366,10 +372,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     say("implementation  history    batch  load us/token  append us/token  draft us/request  tokens drafted")
     for length in a.lengths:
-        for make in contenders(length):
+        for make in contenders(length, a.only):
             name = make().name
-            if a.only and name not in a.only:
-                continue
             for batch in a.batches:
                 runs = [time_steps(make, length, batch, a.steps) for _ in range(a.repeats)]
                 row: dict[str, Any] = {"name": name, "length": length, "batch": batch}
@@ -388,7 +392,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"{name:<14} {GROUP:>3} x {length:>5}  {row['bytes_per_token']:>11.2f}")
     if a.trace:
         say("\nimplementation  tokens per request-step on the trace, drafts of up to 16")
-        for name, value in trace_tokens_per_step(a.trace, a.history_step, a.live_step, a.group).items():
+        for name, value in trace_tokens_per_step(a.trace, a.history_step, a.live_step, a.group, a.only).items():
             rows.append({"name": name, "trace": a.trace, "tokens_per_request_step": value})
             say(f"{name:<14} {value:>11.3f}")
     if a.json:

@@ -4,15 +4,14 @@
     torchrun --standalone --nproc-per-node 4 -m rhymemeg.histospec.profile --vllm-tensor-parallel-size 4 ...
 
 For each batch size, that many requests run at once, with drafts of a forced length: random tokens, so nearly all are
-rejected, which costs a step as much as accepting them. The figure is the median over `--repeats` steps. Context length is that
-of `--context`: use about half the response length that the run will see.
+rejected, which costs a step as much as accepting them. The figure is the lower quartile over `--repeats` steps: other load
+on the machine only ever adds. The context length is `--context`: use about half the response length that the run will see.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -135,7 +134,7 @@ def measure(
                 begin = time.perf_counter()
                 engine.step()
                 times.append(time.perf_counter() - begin)
-            row.append(statistics.median(times))
+            row.append(sorted(times)[repeats // 4])
         if engine.num_running != batch:
             raise ConfigError(
                 f"--batches: only {engine.num_running} of {batch} requests kept running; give more KV cache"
