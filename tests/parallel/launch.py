@@ -10,9 +10,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(
-    ranks: int, script: str, *arguments: str, timeout: float = 240, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def environment() -> dict[str, str]:
+    """This process's environment, with the package and the tests importable and one thread a process."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(ranks: int, script: str, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     """Run `tests/parallel/<script>` on `ranks` processes and return what it wrote; a hang is a failure of the test."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
@@ -21,6 +24,6 @@ def torchrun(
         text=True,
         timeout=timeout,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},
+        env=environment(),
         check=False,
     )
