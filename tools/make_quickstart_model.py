@@ -37,6 +37,7 @@ from rhymemeg.data.tasks.ledger import MAX_TERMS, Ledger, ledgers, make_ledger, 
 END, PAD = "<|endoftext|>", "<|pad|>"
 VOCABULARY = 384
 MAX_RESPONSE = 448
+MEDIAN_TERMS = 5.0  # fewer than the task has: short ledgers teach more a token, and long ones get batches of their own
 ENGLISH = (
     "The question asks for the number that is left when every change in the list has been made. First write "
     "down where it begins, then work through the list from left to right, one change at a time, and keep the "
@@ -79,7 +80,7 @@ def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 def _texts(rng: random.Random, count: int) -> Iterator[str]:
     for _ in range(count):
-        ledger = make_ledger(rng)
+        ledger = make_ledger(rng, median=MEDIAN_TERMS)
         yield ledger.prompt
         yield write_solution(ledger, rng).text
     yield from [ENGLISH] * 20  # for the merges that are left over
@@ -137,7 +138,7 @@ def training_batch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded [rows, length] inputs and targets of about `tokens` tokens, padding included. Only responses and
     their end are learned (-100 elsewhere). Rows are of one length class, so little is padding."""
-    draw = make_ledger(rng, max_terms=longest)
+    draw = make_ledger(rng, max_terms=longest, median=MEDIAN_TERMS)
     # One batch in four is of any length with equal chance: long ledgers are rare otherwise.
     count = rng.randint(1, longest) if rng.random() < 0.25 else len(draw.changes)
     rows: list[tuple[list[int], int]] = []

@@ -34,7 +34,7 @@ from typing import Any, Literal
 from rhymemeg.errors import DataError
 
 MIN_TERMS, MAX_TERMS = 2, 24
-MEDIAN_TERMS, SIGMA_TERMS = 5.0, 0.75
+MEDIAN_TERMS, SIGMA_TERMS = 7.0, 0.75
 PARTIAL = 0.3
 NAMES = "abcdefghijklmnopqrstuvwxyz"
 
@@ -85,11 +85,13 @@ class Ledger:
 # ----------------------------------------------------------------------------------------------------------- making
 
 
-def make_ledger(rng: random.Random, min_terms: int = MIN_TERMS, max_terms: int = MAX_TERMS) -> Ledger:
+def make_ledger(
+    rng: random.Random, min_terms: int = MIN_TERMS, max_terms: int = MAX_TERMS, median: float = MEDIAN_TERMS
+) -> Ledger:
     """Draw a ledger whose number of changes is lognormal, redrawn until it lies in [min_terms, max_terms]."""
     count = 0
     while not min_terms <= count <= max_terms:
-        count = round(math.exp(rng.gauss(math.log(MEDIAN_TERMS), SIGMA_TERMS)))
+        count = round(math.exp(rng.gauss(math.log(median), SIGMA_TERMS)))
     return random_ledger(rng, count)
 
 
