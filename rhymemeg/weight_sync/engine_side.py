@@ -6,7 +6,7 @@ looks at each layer in between: it wraps `process_weights_after_loading` of the 
 and reads layers without one (norms) when it is over. What it computes are the checksums of `checksum.py`, so what is
 compared with the actor is what the engine's own loader has put into the engine's own parameters.
 
-Written for vLLM 0.32. `repair_expert_reload` works around a defect of it.
+Written for vLLM 0.32: relies on `quant_method.process_weights_after_loading(layer)` being called once a layer is loaded.
 """
 
 from __future__ import annotations
@@ -106,24 +106,3 @@ def _read_first(
         process(layer)
 
     return process_weights_after_loading
-
-
-def repair_expert_reload() -> None:
-    """On CPU, vLLM 0.32 packs a layer's experts when they are loaded first, but not when they are reloaded: the plain
-    weights are copied over packed ones, and the layer computes nonsense without an error (or fails where packing pads).
-    This runs the packing after a reload as well. Idempotent."""
-    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-
-    original = UnquantizedFusedMoEMethod._setup_kernel
-    if getattr(original, "packs_again", False):
-        return
-
-    def setup_kernel(self: Any, layer: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor) -> None:
-        again = self.moe_kernel is not None
-        original(self, layer, w13, w2)
-        if again and self.unquantized_backend == UnquantizedMoeBackend.CPU:
-            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
-
-    setup_kernel.packs_again = True  # type: ignore[attr-defined]
-    UnquantizedFusedMoEMethod._setup_kernel = setup_kernel

@@ -31,7 +31,6 @@ from rhymemeg.arch import ModelArch
 from rhymemeg.config import SyncOptions
 from rhymemeg.errors import RhymeMegError, WeightSyncError
 from rhymemeg.weight_sync.actor_side import actor_layout, local_params
-from rhymemeg.weight_sync.engine_side import repair_expert_reload
 from rhymemeg.weight_sync.layouts import ModelLayout
 from rhymemeg.weight_sync.partial import absent_tensor, partial_tensor
 from rhymemeg.weight_sync.planner import RELAY_ABOVE, EngineTarget, make_plan
@@ -93,8 +92,6 @@ class WeightSync:
         # NCCL creates a group's communicator at its first operation, in which all ranks must take part.
         dist.all_reduce(torch.zeros(1, device=runtime.device), group=self.group)
         self.courier = Courier(self.plan, runtime.rank, self.group, runtime.device, self.dtype, runtime.timeout)
-        if runtime.device_type == "cpu" and arch.is_moe and self._engine_model() is not None:
-            repair_expert_reload()
         self._loading = "the first tensor"
         self.verifier = Verifier(self.plan, runtime, options.weight_sync_verify)
 

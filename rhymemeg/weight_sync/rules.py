@@ -52,6 +52,16 @@ def by_vocabulary(name: str, shape: Shape, rank: int, size: int) -> Box:
     return rows(min(start, shape[0]), min(stop, shape[0]), shape)
 
 
+def by_query_head(heads: int) -> Split:
+    """Equal runs of whole heads."""
+
+    def split(name: str, shape: Shape, rank: int, size: int) -> Box:
+        even(heads, rank, size, f"heads of {name}")
+        return by_row(name, shape, rank, size)
+
+    return split
+
+
 def by_kv_head(heads: int) -> Split:
     """Key or value heads: split while there are enough of them, else each is replicated over size / heads ranks."""
 
@@ -225,7 +235,7 @@ class QkvGroups(Rule):
     def __post_init__(self) -> None:
         kv = by_kv_head(self.kv_heads)
         self._set(
-            Part(self.query, self._shape(self.heads), by_row, self.engine),
+            Part(self.query, self._shape(self.heads), by_query_head(self.heads), self.engine),
             Part(self.key, self._shape(self.kv_heads), kv, self.engine),
             Part(self.value, self._shape(self.kv_heads), kv, self.engine),
         )
