@@ -182,7 +182,8 @@ def _to_place(request: PlanRequest, prompt_ids: Ints) -> tuple[Ints, Ints]:
 
 def _place_early(request: PlanRequest, given: PlaceInput, placed: PlaceOutput) -> tuple[Ints, Queue]:
     """The next step's samples that may start early: the predicted shortest. One that starts late in this window must
-    end in the next, so that a long one would keep the next window open; and short ones make the fewest stale tokens."""
+    end in the next, so that a long one would keep the next window open; and short ones make the fewest stale tokens.
+    Prompts without history may be anything, so they only start early where the whole next step may."""
     parts = 1 if placed.shared else request.num_engines
     total = len(request.next_prompt_ids) * request.samples_per_prompt
     wanted = max_unfinished(request.early_share, total)
@@ -198,7 +199,8 @@ def _place_early(request: PlanRequest, given: PlaceInput, placed: PlaceOutput) -
     index = np.arange(total, dtype=np.int32)
     n = request.samples_per_prompt
     if wanted < total:
-        index = np.sort(np.argsort(prediction.mean[index // n], kind="stable")[:wanted])
+        index = index[prediction.known[index // n]]
+        index = np.sort(index[np.argsort(prediction.mean[index // n], kind="stable")[:wanted]])
     nothing = np.zeros(request.num_engines)
     early = POLICIES[request.policy](
         replace(

@@ -20,6 +20,8 @@ from rhymemeg.histopipe.policies.base import splitmix64
 from rhymemeg.rollout.samples import SampleId
 from tests.histopipe.strategies import POLICIES, plan_requests
 
+NAN = float("nan")
+
 
 def started(decided):
     """All that the plan starts, over all engines."""
@@ -78,6 +80,16 @@ def test_early_samples_are_of_the_next_step_and_no_more_than_allowed(request):
     )
     assert {s.step for s in early} <= {request.step + 1}
     assert {s.prompt_id for s in early} <= set(request.next_prompt_ids.tolist())
+
+
+def test_the_shortest_with_a_history_start_early():
+    following = {"next_prompt_ids": np.arange(10, 16), "next_history": np.array([[9.0], [NAN], [3], [5], [NAN], [7]])}
+    decided = plan(request_of(early_share=0.5, **following))
+    early = [s for e in range(4) for s in decided.early_of(e)]
+    assert Counter(s.prompt_id for s in early) == {12: 2, 13: 2, 15: 2}
+    unknown = following | {"next_history": np.full((6, 1), NAN)}
+    assert len(plan(request_of(early_share=0.5, **unknown)).early) == 0
+    assert len(plan(request_of(early_share=1.0, **unknown)).early) == 12
 
 
 @given(plan_requests())
