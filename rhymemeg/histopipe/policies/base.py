@@ -58,9 +58,13 @@ def in_prompt_order(given: PlaceInput, ranking: Ints) -> tuple[Ints, Ints, Ints]
     never sorts a million samples."""
     counts = np.bincount(given.row, minlength=len(ranking))
     sizes = counts[ranking]
+    rows = np.repeat(ranking.astype(given.row.dtype), sizes)
+    if len(rows) == len(ranking) * given.samples_per_prompt:  # nothing of the step has started: blocks are alike
+        each = np.arange(given.samples_per_prompt, dtype=given.sample.dtype)
+        return rows, np.tile(each, len(ranking)), sizes
     shift = (np.cumsum(counts) - counts)[ranking] - (np.cumsum(sizes) - sizes)
     order = np.arange(len(given.row)) + np.repeat(shift, sizes)
-    return np.repeat(ranking.astype(given.row.dtype), sizes), given.sample[order], sizes
+    return rows, given.sample[order], sizes
 
 
 def longest_first(given: PlaceInput) -> Ints:
