@@ -46,6 +46,8 @@ def prepare_environment(device_type: str) -> None:
         defaults["VLLM_LOGGING_LEVEL"] = "CRITICAL"
         # Several ranks share the cores: vLLM must not pin each of them to all.
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # torch says at the import of vLLM that there is no Triton, which is as it should be.
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
@@ -90,8 +92,6 @@ def _confined(device_type: str) -> Iterator[None]:
     operators: Any = torch.ops._C
     bind_memory = operators.init_cpu_memory_env
     operators.init_cpu_memory_env = lambda nodes: None
-    # Looked up when vLLM configures itself; that Triton is missing is expected.
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
