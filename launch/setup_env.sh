@@ -50,8 +50,8 @@ PY
 
 install_torch() {
     # The CPU build: from wherever pip is set up to look, else from PyTorch's own index of CPU wheels.
-    "$venv/bin/pip" install --quiet --no-deps 'torch==2.13.0+cpu' 2>/dev/null ||
-        "$venv/bin/pip" install --quiet --no-deps 'torch==2.13.0+cpu' --index-url https://download.pytorch.org/whl/cpu ||
+    "$venv/bin/pip" install -qq --no-deps 'torch==2.13.0+cpu' 2>/dev/null ||
+        "$venv/bin/pip" install -qq --no-deps 'torch==2.13.0+cpu' --index-url https://download.pytorch.org/whl/cpu ||
         fail "torch 2.13.0 (CPU build) could not be installed"
 }
 
@@ -68,11 +68,11 @@ install_once() {
 install_packages() {
     echo "setup: installing packages into $venv (minutes, once)"
     install_torch
-    "$venv/bin/pip" install --quiet --no-deps -r "$repo/requirements/cpu.txt" || fail "packages could not be installed, see above"
+    "$venv/bin/pip" install -qq --no-deps -r "$repo/requirements/cpu.txt" || fail "packages could not be installed, see above"
 }
 
 install_dev() {
-    "$venv/bin/pip" install --quiet --no-deps -r "$repo/requirements/dev.txt" || fail "packages could not be installed, see above"
+    "$venv/bin/pip" install -qq --no-deps -r "$repo/requirements/dev.txt" || fail "packages could not be installed, see above"
 }
 
 install_project() {

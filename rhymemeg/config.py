@@ -171,6 +171,7 @@ class DataOptions(Section):
         {}, description="Arguments of the generator, for example '{max_terms: 12}' in YAML."
     )
     reward: str = Field("auto", description="Name of a reward, or module:function. auto: the task's own verifier.")
+    reward_args: dict[str, Any] = Field({}, description="Arguments of the reward function, as YAML.")
     reward_timeout: float = Field(30.0, gt=0, description="Seconds that a reward may take for one sample.")
     reward_workers: int = Field(0, ge=0, description="Processes that compute rewards; 0: in the rank itself.")
     shuffle: bool = Field(True, description="A new order of the prompts each epoch.")
@@ -193,8 +194,12 @@ class HistoSpecOptions(Section):
     )
     histospec_siblings: bool = Field(True, description="Draft from the running samples of the same prompt, too.")
     histospec_memory_gib: float = Field(8.0, gt=0, description="History an engine keeps, in GiB of host memory.")
-    histospec_profile: str = Field("", description="Step times measured by rhymemeg.histospec.profile; empty: built-in.")
-    histospec_warm_start: str = Field("", description="JSONL of responses (a run's samples, or a rollout dump) to start with.")
+    histospec_profile: str = Field(
+        "", description="Step times measured by rhymemeg.histospec.profile; empty: built-in."
+    )
+    histospec_warm_start: str = Field(
+        "", description="JSONL of responses (a run's samples, or a rollout dump) to start with."
+    )
 
 
 class SyncOptions(Section):

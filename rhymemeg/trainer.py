@@ -20,7 +20,7 @@ from rhymemeg.arch import ModelArch
 from rhymemeg.config import Config
 from rhymemeg.data.prompts import PromptSet, batch_at, load_prompts
 from rhymemeg.data.tokenizer import load_tokenizer
-from rhymemeg.errors import CheckpointError
+from rhymemeg.errors import CheckpointError, DataError
 from rhymemeg.observe.clock import StepClock
 from rhymemeg.observe.display import Display
 from rhymemeg.observe.statistics import (
@@ -72,13 +72,16 @@ class Trainer:
         self.engine_of: dict[int, int] = {}
         with clock.phase("loading prompts"):
             self.tokenizer = load_tokenizer(config.model.hf_checkpoint)
-            limit = config.rollout.max_prompt_len
+            limit, arguments = config.rollout.max_prompt_len, config.data.reward_args
             self.prompts = load_prompts(config.data, self.tokenizer, max_prompt_len=limit)
+            self.scorer = Scorer.from_options(config.data, self.prompts.default_reward, arguments)
+            self._stack.callback(self.scorer.close)
             self.held_out: PromptSet | None = None
             if config.data.eval_interval:
                 self.held_out = load_prompts(config.data, self.tokenizer, max_prompt_len=limit, evaluation=True)
-            self.scorer = Scorer.from_options(config.data, self.prompts.default_reward)
-            self._stack.callback(self.scorer.close)
+                self.held_out_scorer = Scorer.from_options(config.data, self.held_out.default_reward, arguments)
+                self._stack.callback(self.held_out_scorer.close)
+            self._check_same_prompts()
         with clock.phase("loading the actor"):
             self.actor = Actor(config, arch, runtime)
             self.reference: ReferenceWeights | None = None
@@ -90,9 +93,7 @@ class Trainer:
         with clock.phase("starting the engine"):
             # The engine starts without weights: what it serves always comes from the actor.
             drafting = engine_arguments(config.histospec, config.engine.vllm_max_num_seqs)
-            self.engine = RolloutEngine.start(
-                config, arch, runtime, self.tokenizer, load_format="dummy", **drafting
-            )
+            self.engine = RolloutEngine.start(config, arch, runtime, self.tokenizer, load_format="dummy", **drafting)
             self._stack.callback(self.engine.close)
             self.speculation = self._start_speculation() if config.histospec.histospec else None
         with clock.phase("first weight sync"):
@@ -102,6 +103,16 @@ class Trainer:
     def close(self) -> None:
         """End worker processes and the engine."""
         self._stack.close()
+
+    def _check_same_prompts(self) -> None:
+        """All ranks plan from their own copy of the prompts, so the copies must be equal."""
+        prints = self.runtime.all_gather_object(self.prompts.fingerprint)
+        different = [rank for rank, fingerprint in enumerate(prints) if fingerprint != prints[0]]
+        if different:
+            raise DataError(
+                f"--prompt-data {self.config.data.prompt_data}: rank {different[0]} has other prompts than rank 0 (is the file "
+                "the same on all hosts, and the generator independent of PYTHONHASHSEED?)"
+            )
 
     def _load_actor(self) -> int:
         """Weights from the checkpoint to resume, or else from the model folder. Returns the first step to do."""
@@ -225,7 +236,7 @@ class Trainer:
         samples = self._generate(0, prompts, data.eval_n_samples, self.config.run.seed + 1, data.eval_temperature)
         if self.speculation is not None:
             self.speculation.forget()  # no history of held-out prompts
-        self.scorer.score(samples, prompts)
+        self.held_out_scorer.score(samples, prompts)
         summaries = share_summaries(samples, self.runtime)
         components = weighted_means(self.runtime.all_gather_object(component_sums(samples)))
         renamed = {f"eval/{name.removeprefix('reward/')}": value for name, value in components.items()}
