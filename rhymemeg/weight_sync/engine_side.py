@@ -20,7 +20,7 @@ import torch
 
 from rhymemeg.weight_sync.boxes import Box, Shape, shape_of
 from rhymemeg.weight_sync.checksum import checksum
-from rhymemeg.weight_sync.planner import Tensor
+from rhymemeg.weight_sync.moves import Tensor
 
 
 class Slot(NamedTuple):

@@ -30,7 +30,8 @@ from rhymemeg.weight_sync.actor_side import actor_layout, local_params
 from rhymemeg.weight_sync.boxes import numel, slices, whole
 from rhymemeg.weight_sync.hf_files import SINGLE, HfFolder, copy_companions, write_index
 from rhymemeg.weight_sync.layouts import ModelLayout, Piece
-from rhymemeg.weight_sync.planner import Need, Tensor, make_plan
+from rhymemeg.weight_sync.moves import Need, Tensor
+from rhymemeg.weight_sync.planner import make_plan
 from rhymemeg.weight_sync.rules import Vocabulary
 from rhymemeg.weight_sync.topology import ActorLayout
 from rhymemeg.weight_sync.transfer import Courier, held_views

@@ -29,7 +29,8 @@ from rhymemeg.parallel.layout_checks import check_layout, check_world_size, desc
 from rhymemeg.weight_sync.boxes import numel, whole
 from rhymemeg.weight_sync.deepseek import describe
 from rhymemeg.weight_sync.layouts import ModelLayout
-from rhymemeg.weight_sync.planner import EngineTarget, Holders, Plan, make_plan
+from rhymemeg.weight_sync.moves import EngineTarget, Plan
+from rhymemeg.weight_sync.planner import Holders, make_plan
 from rhymemeg.weight_sync.topology import ActorLayout, EngineLayout
 
 ACTOR_KEYS = {

@@ -32,8 +32,9 @@ from rhymemeg.config import SyncOptions
 from rhymemeg.errors import RhymeMegError, WeightSyncError
 from rhymemeg.weight_sync.actor_side import actor_layout, local_params
 from rhymemeg.weight_sync.layouts import ModelLayout
+from rhymemeg.weight_sync.moves import EngineTarget
 from rhymemeg.weight_sync.partial import absent_tensor, partial_tensor
-from rhymemeg.weight_sync.planner import RELAY_ABOVE, EngineTarget, make_plan
+from rhymemeg.weight_sync.planner import RELAY_ABOVE, make_plan
 from rhymemeg.weight_sync.topology import EngineLayout
 from rhymemeg.weight_sync.transfer import Courier, Delivery, held_views
 from rhymemeg.weight_sync.verify import ROTATION, Verifier

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from rhymemeg.errors import WeightSyncError
 from rhymemeg.weight_sync.boxes import Box, contains, numel, shape_of, shift, slices, whole
 from rhymemeg.weight_sync.layouts import ModelLayout
-from rhymemeg.weight_sync.planner import BucketProgram, Plan, Tensor
+from rhymemeg.weight_sync.moves import BucketProgram, Plan, Tensor
 from rhymemeg.weight_sync.topology import ActorLayout
 
 ALIGNMENT = 16

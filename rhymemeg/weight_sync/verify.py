@@ -22,7 +22,7 @@ from rhymemeg.errors import WeightSyncError
 from rhymemeg.weight_sync.boxes import Box, contains, shape_of, shift, slices, whole
 from rhymemeg.weight_sync.checksum import checksum, from_halves, halves
 from rhymemeg.weight_sync.engine_side import engine_slots, reading
-from rhymemeg.weight_sync.planner import Atom, Plan
+from rhymemeg.weight_sync.moves import Atom, Plan
 from rhymemeg.weight_sync.transfer import Delivery, Held
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelArch, int, int, int]:
     return a, tp, etp, a.padded_vocab_size(draw(st.sampled_from([1, 3, 8])), tp)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(cases())
 def test_shards_equal_megatrons_and_cover_every_element_once(case: tuple[ModelArch, int, int, int]) -> None:
     a, tp, etp, padded = case
