@@ -20,7 +20,12 @@ read -ra includes <<<"$("$python" -m pybind11 --includes)"
   -o "$copy/rhymemeg/histospec/_index$suffix"
 
 cd "$copy"
+export PYTHONPATH="$copy" # before any installed copy of the package
+nm -D "rhymemeg/histospec/_index$suffix" | grep -q __asan || { echo "the build has no sanitizer in it" >&2; exit 1; }
 # Leak checking is off: the interpreter itself keeps memory until it exits.
-LD_PRELOAD="$("$cxx" -print-file-name=libasan.so) $("$cxx" -print-file-name=libubsan.so)" \
-  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-  "$python" -m pytest tests/histospec/test_index.py tests/histospec/test_policy.py tests/histospec/test_drafter.py -q -p no:cacheprovider "$@"
+preload="$("$cxx" -print-file-name=libasan.so) $("$cxx" -print-file-name=libubsan.so)"
+export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
+LD_PRELOAD="$preload" "$python" -c "
+import rhymemeg.histospec._index as index
+assert index.__file__.startswith('$copy'), index.__file__"
+LD_PRELOAD="$preload" "$python" -m pytest tests/histospec/test_index.py tests/histospec/test_policy.py tests/histospec/test_drafter.py -q -p no:cacheprovider "$@"
