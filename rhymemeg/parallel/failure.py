@@ -67,6 +67,13 @@ def phase(name: str) -> None:
         _current.phase = name
 
 
+def report(error: BaseException) -> None:
+    """Tell all ranks of an error at once, before the `with` blocks inside the guard are left, which may take time (an
+    engine that shuts down). The error must still be raised; the guard then says nothing more about it."""
+    if _current is not None:
+        _current.report(error)
+
+
 @contextlib.contextmanager
 def guard(runtime: Runtime) -> Iterator[None]:
     """Around everything that a rank does after `init_runtime`. See the module. Ends by `SystemExit` after an error."""
@@ -102,6 +109,7 @@ class Guard:
         self._idle = threading.Event()  # the watching thread makes no more calls into torch
         self._leaving = False  # the main thread is in __exit__
         self._terminated = False
+        self._reported: BaseException | None = None
         self._speaking = threading.RLock()
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
@@ -142,9 +150,15 @@ class Guard:
                 self._say_terminated()
             self._leave()
             return
-        self._explain(error)
+        self.report(error)
         self._leave()
         raise SystemExit(1) from None
+
+    def report(self, error: BaseException) -> None:
+        """See the function of this name."""
+        if self._reported is None and not isinstance(error, SystemExit):
+            self._reported = error
+            self._explain(error)
 
     def _leave(self) -> None:
         # An interpreter that ends while a thread is inside torch aborts.
@@ -318,7 +332,7 @@ class Guard:
         """Leave the main thread a moment to end by itself (longer if it has noticed), then end the process."""
         self._idle.set()
         start = time.monotonic()
-        while time.monotonic() < start + (GRACE if self._over.is_set() or self._terminated else 1.0):
+        while time.monotonic() < start + (GRACE if self._reported or self._over.is_set() or self._terminated else 1.0):
             time.sleep(0.1)
         with contextlib.suppress(Exception):
             sys.stdout.flush()

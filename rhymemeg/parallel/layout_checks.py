@@ -70,24 +70,6 @@ class Layout:
         """Data-parallel rank of each rank."""
         return [place.dp for place in self.places()]
 
-    def lines(self, max_ranks: int = 16) -> list[str]:
-        """The layout in words, a line each: sizes, then the first `max_ranks` ranks."""
-        sizes = f"TP {self.tp}, PP {self.pp}" + (f" x {self.vpp} virtual" if self.vpp > 1 else "")
-        sizes += f", CP {self.cp}" if self.cp > 1 else ""
-        sizes += f", DP {self.dp}"
-        if self.ep > 1 or self.etp != self.tp:
-            sizes += f"; experts: TP {self.etp}, EP {self.ep}, DP {self.edp}"
-        out = [f"{self.world_size} ranks: {sizes}"]
-        for place in (self.place(rank) for rank in range(min(self.world_size, max_ranks))):
-            held = ", ".join(f"{r.start}-{r.stop - 1}" if len(r) > 1 else f"{r.start}" for r in place.layers)
-            where = f"tp {place.tp} pp {place.pp} dp {place.dp}"
-            where += f" cp {place.cp}" if self.cp > 1 else ""
-            where += f" ep {place.ep}" if self.ep > 1 else ""
-            out.append(f"  rank {place.rank}: {where}, layers {held}")
-        if self.world_size > max_ranks:
-            out.append(f"  ... and {self.world_size - max_ranks} more")
-        return out
-
 
 def virtual_stages(arch: ModelArch, parallel: ParallelOptions) -> int:
     """Virtual stages a pipeline rank holds; 1 without virtual pipelining."""

@@ -1,4 +1,5 @@
-"""One of two ranks of the checkpoint tests: torchrun checkpoint_worker.py MODELS_FOLDER WORK_FOLDER
+"""One of two ranks of the tests of checkpoints and of losses that are not finite: torchrun checkpoint_worker.py
+MODELS_FOLDER WORK_FOLDER
 
 Writes WORK_FOLDER/results.json: for every check by name, True, or what was found instead."""
 
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rhymemeg.arch import ModelArch
-from rhymemeg.errors import CheckpointError
+from rhymemeg.errors import CheckpointError, TrainingError
 from rhymemeg.parallel.runtime import Runtime, init_runtime, shutdown, start_layout
 from tests.parallel import cases
 from tests.parallel.layout_worker import make_config
@@ -89,6 +90,33 @@ class Checks:
             manifest.write_text(json.dumps(listed))
         self.runtime.barrier("forge")
 
+    def not_finite(self) -> None:
+        """A loss or gradient that is not finite on one data-parallel rank stops all, and no weight has moved."""
+        actor = self.actor({})
+        batches = cases.share(cases.micro_batches(), self.runtime.dp_rank, self.runtime.dp_size)
+        before = [p.detach().clone() for chunk in actor.chunks for p in chunk.parameters()]
+
+        def nan_loss(log_probs: Any, entropy: Any, batch: Any) -> Any:
+            return log_probs.sum() * (float("nan") if self.runtime.rank == 1 else 1.0), {}
+
+        def inf_gradient(log_probs: Any, entropy: Any, batch: Any) -> Any:
+            # sqrt has an infinite slope at 0, where its value is finite.
+            return (log_probs * 0).abs().sqrt().sum() if self.runtime.rank == 1 else log_probs.sum(), {}
+
+        for name, loss, text in (("nan loss", nan_loss, "loss"), ("nan gradient", inf_gradient, "gradient norm")):
+            try:
+                actor.train_step(batches, loss, cases.TEMPERATURE)
+                message = "no error"
+            except TrainingError as error:
+                message = str(error)
+            messages = self.runtime.all_gather_object(message)
+            self.results[name] = all(f"the {text} of optimizer step 0 is" in m for m in messages) or messages
+        after = [p.detach() for chunk in actor.chunks for p in chunk.parameters()]
+        same = all(a.equal(b) for a, b in zip(before, after))
+        self.results["weights unchanged"] = all(self.runtime.all_gather_object(same)) and actor.updates == 0
+        finite = self.steps(actor, 1)[0]["actor/grad_norm"]
+        self.results["goes on afterwards"] = 0 < finite < float("inf")
+
     def run(self) -> None:
         rank, saved = self.runtime.rank, self.work / "saved"
         actor = self.actor({EP: 2})
@@ -134,6 +162,8 @@ class Checks:
             errors = self.error(lambda folder=attacked: plain.load_checkpoint(folder))  # type: ignore[misc]
             refused = all(e != "no error" for e in errors)
             self.results[f"refuses code in {name}"] = (refused and not trace.exists()) or errors
+
+        self.not_finite()
 
         # A disk that fills up: this rank's files may not grow beyond a few kilobytes.
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

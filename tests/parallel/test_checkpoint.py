@@ -1,4 +1,5 @@
-"""Checkpoints: resuming, changing the layout, and what happens to broken, hostile and half-written ones.
+"""Checkpoints: resuming, changing the layout, and what happens to broken, hostile and half-written ones; and a loss or
+gradient that is not finite.
 
 One torchrun of two ranks does everything (`checkpoint_worker`) and reports by name."""
 
@@ -26,6 +27,10 @@ CHECKS = (
     "no manifest",
     "refuses code in .metadata",
     "refuses code in common.pt",
+    "nan loss",
+    "nan gradient",
+    "weights unchanged",
+    "goes on afterwards",
     "full disk",
     "previous checkpoint is whole",
     "nothing left aside",

@@ -118,7 +118,7 @@ def test_loss_and_gradients_are_those_of_one_process(
     assert relative(mine["loss"], single["loss"]) < 1e-5
     assert relative(mine["loss"], reference["loss"]) < 1e-5
     assert mine["tokens"] == sum(batch.loss_mask.sum() for batch in cases.micro_batches())
-    whole = torch.cat([v.flatten() for v in of(single, "grad.").values()])
+    whole = torch.cat([v.flatten() for v in of(single, "grad.").values()]).double()
     for name, expected in of(single, "grad.").items():
         error = float((mine[name].double() - expected.double()).norm())
         # A gradient that is nearly zero is measured against the whole.
