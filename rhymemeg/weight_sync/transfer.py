@@ -140,11 +140,13 @@ class Courier:
         buffers, works = self._start(0, 0, held, []) if self._prepared else ([], [])
         for number, prepared in enumerate(self._prepared):
             self._wait(number, works)
+            works = []  # lets go of what was packed
             first = buffers
             second, relayed = self._start(number, 1, held, first)
             if number + 1 < len(self._prepared):
                 buffers, works = self._start(number + 1, 0, held, [])
             self._wait(number, relayed)
+            relayed = []
             for tensor in prepared.program.tensors:
                 box = prepared.program.needed.get(tensor)
                 data = None if box is None else self._assemble(prepared, tensor, box, [first, second], held)

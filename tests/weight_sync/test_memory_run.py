@@ -18,5 +18,5 @@ def test_a_push_needs_two_buckets(tmp_path: Path) -> None:
     out = torchrun(2, *words, timeout=200, env={"PYTHONPATH": "."}).check()
     found = json.loads(next(line for line in out.splitlines() if line.startswith("MEMORY "))[7:])
     assert found["received"] > 4 * found["bucket"]  # without buckets, this is what would be needed
-    slack = 6 << 20  # Gloo's own, allocator, sampling
+    slack = 8 << 20  # Gloo's own, allocator, sampling
     assert found["extra"] < 2 * found["bucket"] + slack, found
