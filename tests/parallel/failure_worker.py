@@ -46,7 +46,7 @@ def misbehave(mode: str) -> None:
 
 def run(mode: str) -> None:
     """One rank."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=5 if mode == "hangs" else 300))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=15 if mode == "hangs" else 300))
     runtime: Any = SimpleNamespace(rank=dist.get_rank(), world_size=dist.get_world_size())
     with failure.guard(runtime):
         failure.phase("rollout")

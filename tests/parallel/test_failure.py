@@ -73,7 +73,8 @@ def test_a_time_out_says_where_the_ranks_are(runs: dict[str, dict[str, Any]]) ->
     run = runs["hangs"]
     assert all(status != 0 for status in run["status"])
     last = [line for line in messages(run["log"]) if "where the ranks were last" in line]
-    assert len(last) == 1 and "'stuck': rank 1" in last[0] and re.search(r"'rollout': rank (0|2)", last[0])
+    assert len(last) == 1, run["log"]
+    assert "'stuck': rank 1" in last[0] and re.search(r"'rollout': rank (0|2)", last[0])
 
 
 @pytest.mark.distributed
