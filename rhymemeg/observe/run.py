@@ -108,14 +108,16 @@ def open_run(config: Config, arch: ModelArch) -> Iterator[Run]:
             display.phase(phase)
 
         clock = StepClock(on_phase=announce)
-        trainer = Trainer(config, arch, runtime, clock, display)
-        stack.callback(trainer.close)
-        directory = RunDirectory(config, trainer.first_step) if first else None
-        if directory is not None:
-            stack.callback(directory.close)
+        directory: RunDirectory | None = None
         try:
+            trainer = Trainer(config, arch, runtime, clock, display)
+            stack.callback(trainer.close)
+            if first:
+                directory = RunDirectory(config, trainer.first_step)
+                stack.callback(directory.close)
             yield Run(runtime, clock, display, trainer, directory)
         except BaseException as error:
+            failure.report(error)  # now, and not when engine and workers have been closed
             if directory is not None:  # the steps so far are worth a summary whatever ended the run
                 directory.write_summary("stopped" if isinstance(error, SystemExit) else f"failed: {error}")
             raise
