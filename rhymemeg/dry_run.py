@@ -15,13 +15,11 @@ from __future__ import annotations
 from rhymemeg.arch import ModelArch
 from rhymemeg.config import Config
 from rhymemeg.errors import ConfigError
-from rhymemeg.parallel.layout_checks import Layout, check_layout, describe_layout
+from rhymemeg.parallel.layout_checks import Layout, describe_layout
 
 
 def report(config: Config, arch: ModelArch, world_size: int, device_type: str) -> str:
-    """A readable page. Raises ConfigError where the run could not start."""
-    check_layout(arch, config.parallel, world_size, device_type)
-    check_engines(config, world_size)
+    """A readable page about a configuration that has passed its checks."""
     layout = describe_layout(arch, config.parallel, world_size)
     lines = [
         f"model       {config.model.hf_checkpoint}: {arch.architecture}, {_count(arch.num_parameters())} parameters, "
@@ -45,9 +43,13 @@ def report(config: Config, arch: ModelArch, world_size: int, device_type: str) -
     return "\n".join(lines)
 
 
-def check_engines(config: Config, world_size: int) -> None:
-    """The engines' tensor parallelism against the number of ranks."""
+def check_engines(config: Config, world_size: int, device_type: str) -> None:
+    """The engines' layout against the number of ranks and the device."""
     size = config.engine.vllm_tensor_parallel_size
+    if config.engine.vllm_enable_expert_parallel and size > 1 and device_type == "cpu":
+        raise ConfigError(
+            "--vllm-enable-expert-parallel needs a GPU: vLLM's CPU kernel for experts cannot hold a part of them"
+        )
     if world_size % size:
         raise ConfigError(f"--vllm-tensor-parallel-size {size} does not divide the world size of {world_size} ranks")
 

@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         device_type = choose_device_type(config.run.device)
         check_layout(arch, config.parallel, world_size, device_type)
-        check_engines(config, world_size)
+        check_engines(config, world_size, device_type)
         if dry_run:
             if os.environ.get("RANK", "0") == "0":
                 print(report(config, arch, world_size, device_type))

@@ -219,8 +219,12 @@ class Trainer:
     # ------------------------------------------------------------------------------------------- after the training phase
 
     def push_weights(self, version: int) -> dict[str, float]:
-        """Every engine serves the actor's weights as `version` when this returns."""
-        return self.sync.push(version)
+        """Every engine serves the actor's weights as `version` when this returns. The engine's memory comes back in two
+        parts, so that old weights, new weights and the KV cache are never on the device together."""
+        self.engine.wake(["weights"])
+        metrics = self.sync.push(version)
+        self.engine.wake(["kv_cache"])
+        return metrics
 
     def evaluation_is_due(self, step: int) -> bool:
         """Before every --eval-interval-th step, the first included, and after the last."""
@@ -265,6 +269,7 @@ class Trainer:
         `summaries` everyone's."""
         options, temperature = self.config.algorithm, self.config.rollout.temperature
         with self.clock.phase("batch"):
+            self.engine.sleep()  # the device is the actor's until the next weight update; without sleep mode nothing happens
             minibatches = self._plan(summaries)
             held = {s.sample_id: s for s in samples}
             outgoing: list[list[Sample]] = [[] for _ in range(self.runtime.world_size)]
