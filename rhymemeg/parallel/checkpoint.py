@@ -77,7 +77,7 @@ def save(actor: Actor, path: Path, extra_state: dict[str, Any]) -> None:
     """Write a checkpoint at `path`, replacing one that is there. `extra_state` must be made of JSON values."""
     runtime = actor.runtime
     aside = path.parent / f".{path.name}.saving"
-    with _named_errors(f"saving {path}"):
+    with _named_errors(f"saving {path}"), _torn_writes_explained():
         together(runtime, lambda: _start(actor, aside, extra_state))
         try:
             with megatron_calls():
@@ -101,6 +101,21 @@ def _named_errors(doing: str) -> Iterator[None]:
     except Exception as error:
         text = str(error).strip().splitlines()
         raise CheckpointError(f"{doing}: {text[-1] if text else type(error).__name__}") from error
+
+
+@contextlib.contextmanager
+def _torn_writes_explained() -> Iterator[None]:
+    """torch's file writer reports a write that was cut short by its own check of positions, without the system's reason."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        if "inline_container" not in text and "PytorchStreamWriter" not in text:
+            raise
+        raise CheckpointError(
+            "a file could not be written in full (is the disk full, or a quota or file-size limit reached?); checkpoints "
+            "saved before are as they were"
+        ) from error
 
 
 def _start(actor: Actor, aside: Path, extra_state: dict[str, Any]) -> None:
