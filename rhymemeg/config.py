@@ -134,14 +134,16 @@ class EngineOptions(Section):
 class AlgorithmOptions(Section):
     """What is learned from the samples."""
 
-    advantage_estimator: str = Field("grpo", description="Name in the registry of rl/advantages.")
-    policy_loss: str = Field("ppo_clip", description="Name in the registry of rl/losses.")
+    advantage_estimator: str = Field("grpo", description="grpo, dr_grpo, rloo, reinforce_pp or reinforce_pp_baseline.")
+    policy_loss: str = Field("ppo_clip", description="ppo_clip, gspo, cispo or reinforce.")
     eps_clip: float = Field(0.2, gt=0, description="Lower clip: the ratio counts down to 1 - this.")
     eps_clip_high: float | None = Field(None, gt=0, description="Upper clip; default: --eps-clip.")
     eps_clip_c: float | None = Field(
         None, gt=1, description="Dual clip's bound for negative advantages; default: none."
     )
-    loss_agg_mode: str = Field("token_mean", description="How token losses are averaged; a name of rl/losses.")
+    loss_agg_mode: str = Field(
+        "token_mean", description="token_mean, seq_mean_token_mean, seq_mean_token_sum or dr_grpo."
+    )
     kl_loss_coef: float = Field(
         0.0, ge=0, description="Weight of the KL term to the reference model; 0: no such model."
     )
@@ -168,10 +170,12 @@ class DataOptions(Section):
     num_prompts: int = Field(512, ge=1, description="Prompts to generate (generators only).")
     data_seed: int = Field(0, ge=0, description="Seed of the generator.")
     task_args: dict[str, Any] = Field(
-        {}, description="Arguments of the generator, for example '{max_terms: 12}' in YAML."
+        {}, description="Arguments of the generator, say {max_terms: 12} (in a YAML file only)."
     )
-    reward: str = Field("auto", description="Name of a reward, or module:function. auto: the task's own verifier.")
-    reward_args: dict[str, Any] = Field({}, description="Arguments of the reward function, as YAML.")
+    reward: str = Field(
+        "auto", description="ledger, reasoning_gym, math_verify, exact_match or module:function. auto: the task's own."
+    )
+    reward_args: dict[str, Any] = Field({}, description="Arguments of the reward function (in a YAML file only).")
     reward_timeout: float = Field(30.0, gt=0, description="Seconds that a reward may take for one sample.")
     reward_workers: int = Field(0, ge=0, description="Processes that compute rewards; 0: in the rank itself.")
     shuffle: bool = Field(True, description="A new order of the prompts each epoch.")
@@ -189,7 +193,7 @@ class HistoSpecOptions(Section):
     histospec: bool = Field(False, description="Draft from last epoch's responses to the same prompt.")
     histospec_policy: str = Field("goodput", description="Draft length: goodput, paper, published, or fixed:K.")
     histospec_max_draft: int = Field(16, ge=1, le=128, description="Longest draft in tokens.")
-    histospec_branch: Literal["count", "paper", "recency"] = Field(
+    histospec_branch: Literal["count", "paper", "recency", "reward_recency"] = Field(
         "count", description="Which continuation to draft where history has several."
     )
     histospec_siblings: bool = Field(True, description="Draft from the running samples of the same prompt, too.")

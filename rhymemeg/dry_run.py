@@ -12,9 +12,11 @@ Sizes are estimates of what one rank holds, in bytes:
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rhymemeg.arch import ModelArch
 from rhymemeg.config import Config
-from rhymemeg.errors import ConfigError
+from rhymemeg.errors import CheckpointError, ConfigError
 from rhymemeg.parallel.layout_checks import Layout, describe_layout
 
 
@@ -52,6 +54,29 @@ def check_engines(config: Config, world_size: int, device_type: str) -> None:
         )
     if world_size % size:
         raise ConfigError(f"--vllm-tensor-parallel-size {size} does not divide the world size of {world_size} ranks")
+
+
+def check_files(config: Config) -> None:
+    """What a run would read: prompts, rewards, draft lengths, checkpoint. Raises the error that the run would."""
+    from rhymemeg.data.prompts import load_prompts
+    from rhymemeg.data.tokenizer import load_tokenizer
+    from rhymemeg.rl.rewards import Scorer
+
+    tokenizer = load_tokenizer(config.model.hf_checkpoint)
+    for evaluation in (False, True) if config.data.eval_interval else (False,):
+        prompts = load_prompts(
+            config.data, tokenizer, max_prompt_len=config.rollout.max_prompt_len, evaluation=evaluation
+        )
+        Scorer.from_options(config.data, prompts.default_reward, config.data.reward_args).close()
+    if config.histospec.histospec:
+        from rhymemeg.histospec.cost_model import CostModel
+        from rhymemeg.histospec.policy import make_policy
+
+        file = config.histospec.histospec_profile
+        cost = CostModel.load(file) if file else CostModel.built_in("cpu")
+        make_policy(config.histospec.histospec_policy, cost, config.histospec.histospec_max_draft)
+    if config.checkpoint.load not in ("", "auto") and not Path(config.checkpoint.load).is_dir():
+        raise CheckpointError(f"--load: {config.checkpoint.load} does not exist")
 
 
 def _layout_table(layout: Layout, most: int = 16) -> list[str]:

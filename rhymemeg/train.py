@@ -15,7 +15,7 @@ import warnings
 from rhymemeg.arch import ModelArch
 from rhymemeg.cli import parse
 from rhymemeg.config import Config
-from rhymemeg.dry_run import check_engines, report
+from rhymemeg.dry_run import check_engines, check_files, report
 from rhymemeg.errors import RhymeMegError
 from rhymemeg.parallel.layout_checks import check_layout
 
@@ -61,7 +61,8 @@ def quieten_libraries() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, check, train. Returns the exit status: 0 done, 1 an error while running, 2 options that cannot be run."""
+    """Parse, check, train. Returns 0 when done and 2 for options that cannot be run; an error while
+    running ends the process with status 1 and SIGTERM with 143 (`rhymemeg.parallel.failure`)."""
     from rhymemeg.parallel.runtime import choose_device_type
 
     try:
@@ -74,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         check_layout(arch, config.parallel, world_size, device_type)
         check_engines(config, world_size, device_type)
         if dry_run:
+            check_files(config)
             if os.environ.get("RANK", "0") == "0":
                 print(report(config, arch, world_size, device_type))
             return 0

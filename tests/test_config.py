@@ -103,6 +103,20 @@ def test_the_valid_configuration_is_valid() -> None:
     valid().check()
 
 
+def test_help_names_what_is_registered() -> None:
+    from rhymemeg.config import AlgorithmOptions
+    from rhymemeg.rl.advantages import ADVANTAGES
+    from rhymemeg.rl.losses import AGGREGATIONS, POLICY_LOSSES
+
+    for option, known in (
+        ("advantage_estimator", ADVANTAGES),
+        ("policy_loss", POLICY_LOSSES),
+        ("loss_agg_mode", AGGREGATIONS),
+    ):
+        described = AlgorithmOptions.model_fields[option].description or ""
+        assert set(described.rstrip(".").replace(" or ", ", ").split(", ")) == set(known)
+
+
 def test_every_option_is_documented_and_unique() -> None:
     owner = option_sections()
     assert len(owner) > 80

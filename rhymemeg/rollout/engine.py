@@ -243,10 +243,6 @@ class RolloutEngine:
     def num_running(self) -> int:
         return self.vllm.request_counts()[0]
 
-    @property
-    def num_waiting(self) -> int:
-        return self.vllm.request_counts()[1]
-
     # -------------------------------------------------------------------------------------------------------- scoring
 
     def score(self, token_ids: Sequence[Sequence[int]], prompt_lens: Sequence[int]) -> list[list[float]]:

@@ -305,11 +305,6 @@ class VllmEngine:
         return int(running), int(waiting)
 
     @property
-    def kv_cache_usage(self) -> float:
-        """Share of the KV cache in use."""
-        return float(self._core.scheduler.get_kv_cache_usage())
-
-    @property
     def kv_cache_tokens(self) -> int:
         """Tokens that the KV cache holds."""
         cache = self._llm.vllm_config.cache_config
