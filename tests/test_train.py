@@ -97,6 +97,16 @@ class TestRuns:
         changed = [k for k, v in exported.state_dict().items() if not v.equal(original.state_dict()[k])]
         assert "model.embed_tokens.weight" in changed
 
+    def test_history_is_drafted_from(self, tmp_path: Path) -> None:
+        """Four prompts, visited in every step: from the second on, what was generated before serves as drafts. The
+        log-probabilities of accepted tokens are still those of the actor."""
+        words = ("--histospec", "--num-prompts", "4", "--train-iters", "3", "--eval-interval", "2")
+        torchrun(2, *TRAIN, *SHORT, *words, "--output-dir", str(tmp_path)).check()
+        first, _, last = rows(tmp_path)
+        assert last["histospec/tokens_per_request_step"] > first["histospec/tokens_per_request_step"] > 1
+        assert last["histospec/history_bytes_per_token"] < 20
+        assert all(0 < row["actor/train_rollout_logprob_abs_diff"] < 1e-4 for row in (first, last))
+
 
 def said_once(result: Result, message: str) -> None:
     """One clear message, and a non-zero status."""
