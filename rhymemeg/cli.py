@@ -55,12 +55,15 @@ def parse(argv: list[str], prog: str = "python -m rhymemeg.train") -> tuple[Conf
 
 def _config_file(argv: list[str]) -> str:
     """The value of `--config`, found before the real parsing because it supplies the defaults of the rest."""
-    for i, word in enumerate(argv):
-        if word.startswith("--config="):
-            return word.partition("=")[2]
-        if word == "--config" and i + 1 < len(argv):
-            return argv[i + 1]
-    return ""
+    following = [*argv[1:], ""]
+    given = [
+        value if word == "--config" else word.partition("=")[2]
+        for word, value in zip(argv, following)
+        if word == "--config" or word.startswith("--config=")
+    ]
+    if len(given) > 1:
+        raise ConfigError(f"--config is given {len(given)} times ({', '.join(given)}); one file is read")
+    return given[0] if given else ""
 
 
 def _bare_flags(argv: list[str]) -> list[str]:

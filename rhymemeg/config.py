@@ -264,7 +264,7 @@ class Config(Section):
         sections, owner = section_types(), option_sections()
         grouped: dict[str, dict[str, Any]] = {name: {} for name in sections}
         for key, value in tree.items():
-            if key in sections:
+            if key in sections and (isinstance(value, dict) or key not in owner):  # histospec is both
                 if not isinstance(value, dict):
                     raise ConfigError(f"{where}: section {key!r} holds {type(value).__name__}, not options")
                 for option, inner in value.items():
@@ -311,6 +311,16 @@ class Config(Section):
         ):
             if value not in known:
                 raise ConfigError(f"{option}: unknown name {value!r}{did_you_mean(value, known)}")
+        if self.histospec.histospec:
+            from rhymemeg.histospec.cost_model import CostModel
+            from rhymemeg.histospec.policy import make_policy
+
+            try:
+                make_policy(
+                    self.histospec.histospec_policy, CostModel.built_in("cpu"), self.histospec.histospec_max_draft
+                )
+            except (ConfigError, ValueError) as error:
+                raise ConfigError(f"--histospec-policy {self.histospec.histospec_policy}: {error}") from None
         if o.min_lr > o.lr:
             raise ConfigError(f"--min-lr {o.min_lr} exceeds --lr {o.lr}")
         if self.model.ref_hf_checkpoint and a.kl_loss_coef == 0:

@@ -57,7 +57,7 @@ def check_engines(config: Config, world_size: int, device_type: str) -> None:
 
 
 def check_files(config: Config) -> None:
-    """What a run would read: prompts, rewards, draft lengths, checkpoint. Raises the error that the run would."""
+    """What a run would read, weights aside: prompts, rewards, profile, checkpoint. Raises the error that the run would."""
     from rhymemeg.data.prompts import load_prompts
     from rhymemeg.data.tokenizer import load_tokenizer
     from rhymemeg.rl.rewards import Scorer
@@ -68,13 +68,10 @@ def check_files(config: Config) -> None:
             config.data, tokenizer, max_prompt_len=config.rollout.max_prompt_len, evaluation=evaluation
         )
         Scorer.from_options(config.data, prompts.default_reward, config.data.reward_args).close()
-    if config.histospec.histospec:
+    if config.histospec.histospec and config.histospec.histospec_profile:
         from rhymemeg.histospec.cost_model import CostModel
-        from rhymemeg.histospec.policy import make_policy
 
-        file = config.histospec.histospec_profile
-        cost = CostModel.load(file) if file else CostModel.built_in("cpu")
-        make_policy(config.histospec.histospec_policy, cost, config.histospec.histospec_max_draft)
+        CostModel.load(config.histospec.histospec_profile)
     if config.checkpoint.load not in ("", "auto") and not Path(config.checkpoint.load).is_dir():
         raise CheckpointError(f"--load: {config.checkpoint.load} does not exist")
 

@@ -63,6 +63,7 @@ def quieten_libraries() -> None:
 def main(argv: list[str] | None = None) -> int:
     """Parse, check, train. Returns 0 when done and 2 for options that cannot be run; an error while
     running ends the process with status 1 and SIGTERM with 143 (`rhymemeg.parallel.failure`)."""
+    from rhymemeg.observe.run_dir import check_output_dir
     from rhymemeg.parallel.runtime import choose_device_type
 
     try:
@@ -79,6 +80,8 @@ def main(argv: list[str] | None = None) -> int:
             if os.environ.get("RANK", "0") == "0":
                 print(report(config, arch, world_size, device_type))
             return 0
+        if os.environ.get("RANK", "0") == "0":
+            check_output_dir(config.run.output_dir)
     except RhymeMegError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"rhymemeg: error: {error}", file=sys.stderr, flush=True)

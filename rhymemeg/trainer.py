@@ -90,6 +90,10 @@ class Trainer:
                 self.reference = ReferenceWeights(self.actor.chunks)
             self.checkpoints = CheckpointFolder(Path(config.run.output_dir) / "checkpoints", config.checkpoint, runtime)
             self.first_step = self._load_actor()
+            if self.first_step >= config.run.train_iters:
+                display.note(
+                    f"no step to do: --train-iters is {config.run.train_iters}, and {self.first_step} are done"
+                )
         with clock.phase("starting the engine"):
             # The engine starts without weights: what it serves always comes from the actor.
             drafting = engine_arguments(config.histospec, config.engine.vllm_max_num_seqs)
@@ -124,8 +128,6 @@ class Trainer:
         if state["prompts"] != self.prompts.fingerprint:
             raise CheckpointError(f"{folder} was trained on other prompts than --prompt-data names now")
         self.display.note(f"resuming from {folder}: step {state['step']} of {self.config.run.train_iters}")
-        if state["step"] >= self.config.run.train_iters:
-            self.display.note(f"nothing to do: --train-iters is {self.config.run.train_iters}; raise it to go on")
         return int(state["step"])
 
     def _start_speculation(self) -> Speculation:

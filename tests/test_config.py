@@ -62,6 +62,11 @@ def test_missing_yaml_is_refused() -> None:
         parse(["--config", "nowhere.yaml"])
 
 
+def test_two_yaml_files_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--config is given 2 times \(a, b\)"):
+        parse(["--config", "a", "--config=b"])
+
+
 def test_unknown_option_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_status:
         parse(["--vllm-max-num-seq", "4"])
@@ -86,6 +91,7 @@ def test_only_rank_0_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         ({"advantage_estimator": "grop"}, "--advantage-estimator: unknown name 'grop', did you mean grpo"),
         ({"policy_loss": "xyz"}, r"--policy-loss: unknown name 'xyz' \(known: cispo, "),
         ({"loss_agg_mode": "token-mean"}, "did you mean token_mean"),
+        ({"histospec": True, "histospec_policy": "fixed:x"}, "--histospec-policy fixed:x"),
         ({"min_lr": 1.0}, "--min-lr 1.0 exceeds --lr"),
         ({"ref_hf_checkpoint": "x"}, "--kl-loss-coef is 0"),
         ({"n_samples_per_prompt": 1}, "--n-samples-per-prompt must be >= 2"),

@@ -15,6 +15,7 @@ import importlib.metadata
 import json
 import math
 import platform
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -51,6 +52,16 @@ def package_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
+
+
+def check_output_dir(folder: str) -> None:
+    """Make the folder and write to it, before anything slow is started. Raises ConfigError."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+    except OSError as error:
+        raise ConfigError(f"--output-dir: cannot write to {folder}: {error}") from None
 
 
 class RunDirectory:

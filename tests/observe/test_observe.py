@@ -16,7 +16,7 @@ from rhymemeg.errors import ConfigError
 from rhymemeg.observe.clock import StepClock
 from rhymemeg.observe.display import Display, sparkline
 from rhymemeg.observe.files import write_atomically
-from rhymemeg.observe.run_dir import RunDirectory, summarise
+from rhymemeg.observe.run_dir import RunDirectory, check_output_dir, summarise
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5), st.integers(0, 5)), max_size=6))
@@ -78,6 +78,13 @@ def test_unwritable_output_dir_names_the_option(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file, not a folder")
     with pytest.raises(ConfigError, match="--output-dir: cannot write to"):
         RunDirectory(config(tmp_path))
+
+
+def test_output_dir_is_checked_before_anything_starts(tmp_path: Path) -> None:
+    check_output_dir(str(tmp_path / "a" / "b"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--output-dir: cannot write to"):
+        check_output_dir(str(tmp_path / "file"))
 
 
 def test_summary_takes_first_and_last_five_steps() -> None:
