@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-import os
 import struct
 import sys
 import zlib
@@ -31,6 +30,7 @@ from numpy.typing import NDArray
 
 from rhymemeg.errors import CheckpointError, DataError
 from rhymemeg.histospec.index import pack, unpack
+from rhymemeg.observe.files import write_atomically
 
 MAGIC = b"rhymemeg history 1\n"
 DIGEST_SIZE = 8
@@ -254,16 +254,7 @@ class HistoryBuffer:
 
     def save(self, path: str | Path, *, compress: bool = False) -> None:
         """Write everything to a file that appears whole or not at all."""
-        path = Path(path)
-        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with open(aside, "wb") as file:
-                file.write(self.export(compress=compress))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
+        write_atomically(path, self.export(compress=compress))
 
     def load(self, path: str | Path) -> int:
         """Merge a saved file; returns the number of prompts. CheckpointError as in `merge`, naming the file."""
