@@ -39,7 +39,7 @@ def train(config: Config, arch: ModelArch) -> None:
                 with clock.phase("reward"):
                     summaries, numbers = trainer.score(samples, prompts)
                     metrics |= numbers | trainer.record(step, samples, prompts)
-                metrics |= trainer.learn(samples, summaries)
+                metrics |= trainer.learn(step, samples, summaries)
                 with clock.phase("sync"):
                     metrics |= trainer.push_weights(step + 1)
                 with clock.phase("log"):

@@ -11,16 +11,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from rhymemeg.arch import ModelArch
 from rhymemeg.config import Config
 from rhymemeg.data.prompts import PromptSet, batch_at, load_prompts
 from rhymemeg.data.tokenizer import load_tokenizer
 from rhymemeg.errors import CheckpointError, DataError
+from rhymemeg.learner import Learner
 from rhymemeg.observe.clock import StepClock
 from rhymemeg.observe.display import Display
 from rhymemeg.observe.statistics import (
@@ -35,11 +33,7 @@ from rhymemeg.parallel.actor import Actor
 from rhymemeg.parallel.checkpoint_folder import CheckpointFolder
 from rhymemeg.parallel.reference import ReferenceWeights
 from rhymemeg.parallel.runtime import Runtime
-from rhymemeg.rl.advantages import ADVANTAGES
-from rhymemeg.rl.batching import MicroBatch, TrainSample, collate, plan_micro_batches, spread_fields
-from rhymemeg.rl.exchange import SampleSummary, exchange, share_summaries
-from rhymemeg.rl.losses import aggregation_weights
-from rhymemeg.rl.objective import Objective
+from rhymemeg.rl.exchange import SampleSummary, share_summaries
 from rhymemeg.rl.rewards import Scorer, component_sums
 from rhymemeg.rollout.engine import RolloutEngine, SamplingOptions
 from rhymemeg.rollout.samples import Prompt, Sample, SampleId
@@ -47,18 +41,6 @@ from rhymemeg.rollout.speculation import Speculation, engine_arguments, tokenize
 from rhymemeg.rollout.window import Progress, assign_samples, run_samples
 from rhymemeg.weight_sync.hf_io import export_hf
 from rhymemeg.weight_sync.push import WeightSync
-
-
-@dataclass(frozen=True)
-class MiniBatch:
-    """The plan of one optimizer step, the same on every rank. `members` index the step's summaries; `plan` is
-    [data-parallel rank][micro-batch] -> indices; per member: `advantages`, and `weights` of each of its tokens."""
-
-    members: list[int]
-    plan: list[list[list[int]]]
-    advantages: dict[int, float]
-    weights: dict[int, float]
-    total_tokens: int
 
 
 class Trainer:
@@ -88,6 +70,7 @@ class Trainer:
             if config.algorithm.kl_loss_coef > 0:
                 self.actor.load_weights(config.model.ref_hf_checkpoint or config.model.hf_checkpoint)
                 self.reference = ReferenceWeights(self.actor.chunks)
+            self.learner = Learner(config, arch, runtime, clock, self.actor, self.reference)
             self.checkpoints = CheckpointFolder(Path(config.run.output_dir) / "checkpoints", config.checkpoint, runtime)
             self.first_step = self._load_actor()
             if self.first_step >= config.run.train_iters:
@@ -264,103 +247,7 @@ class Trainer:
         export_hf(self.actor.chunks, self.arch, self.runtime, folder, self.config.model.hf_checkpoint)
         return folder
 
-    # -------------------------------------------------------------------------------------------------------- learn
-
-    def learn(self, samples: Sequence[Sample], summaries: Sequence[SampleSummary]) -> dict[str, float]:
-        """One training phase on the samples of all ranks: plan, exchange, optimizer steps. `samples` are this rank's,
-        `summaries` everyone's."""
-        options, temperature = self.config.algorithm, self.config.rollout.temperature
-        with self.clock.phase("batch"):
-            self.engine.sleep()  # the device is the actor's until the next weight update; without sleep mode nothing happens
-            minibatches = self._plan(summaries)
-            held = {s.sample_id: s for s in samples}
-            outgoing: list[list[Sample]] = [[] for _ in range(self.runtime.world_size)]
-            for rank, dp_rank in enumerate(self.runtime.dp_rank_of):
-                for i in (i for mini in minibatches for batch in mini.plan[dp_rank] for i in batch):
-                    if summaries[i].holder == self.runtime.rank:
-                        outgoing[rank].append(held[summaries[i].sample_id])
-            received = exchange(outgoing, self.runtime)
-            batches = [self._collate(mini, summaries, received) for mini in minibatches]
-        if options.old_log_probs == "actor" and options.ppo_epochs * options.num_minibatches > 1:
-            with self.clock.phase("old_log_probs"):
-                batches = [self._with_log_probs(batch, "old_log_probs") for batch in batches]
-        if self.reference is not None:
-            with self.clock.phase("ref_log_probs"), self.reference.active():
-                batches = [self._with_log_probs(batch, "ref_log_probs") for batch in batches]
-        updates: list[dict[str, float]] = []
-        with self.clock.phase("train"):
-            for _ in range(options.ppo_epochs):
-                for mini, batch in zip(minibatches, batches):
-                    objective = Objective(options, mini.total_tokens)
-                    update = self.actor.train_step(batch, objective, temperature)
-                    update["actor/train_rollout_logprob_abs_diff_max"] = self.runtime.reduce_max(objective.mismatch_max)
-                    updates.append(update)
-        return summarise_updates(updates)
-
-    def _plan(self, summaries: Sequence[SampleSummary]) -> list[MiniBatch]:
-        """Divide the step's samples into optimizer steps (whole groups together) and those into micro-batches."""
-        options = self.config.algorithm
-        groups = np.array([s.sample_id.prompt_id for s in summaries])
-        rewards = np.array([s.reward for s in summaries], np.float64)
-        advantages = ADVANTAGES[options.advantage_estimator](rewards, groups)
-        prompts = sorted(set(groups.tolist()))
-        minibatches = []
-        for part in np.array_split(np.random.default_rng(0).permutation(prompts), options.num_minibatches):
-            chosen = set(part.tolist())
-            members = [i for i, group in enumerate(groups.tolist()) if group in chosen]
-            responses = np.array([summaries[i].response_len for i in members])
-            weights = aggregation_weights(options.loss_agg_mode, responses, self.config.rollout.max_response_len)
-            plan = plan_micro_batches(
-                [summaries[i].prompt_len + summaries[i].response_len for i in members],
-                self.runtime.dp_size,
-                options.max_tokens_per_microbatch,
-                self.arch.hidden_size,
-            )
-            minibatches.append(
-                MiniBatch(
-                    members,
-                    [[[members[i] for i in batch] for batch in rank] for rank in plan],
-                    {i: float(advantages[i]) for i in members},
-                    dict(zip(members, weights.tolist())),
-                    int(responses.sum()),
-                )
-            )
-        return minibatches
-
-    def _collate(
-        self, mini: MiniBatch, summaries: Sequence[SampleSummary], received: dict[SampleId, Sample]
-    ) -> list[MicroBatch]:
-        """This rank's micro-batches of one optimizer step, on the device."""
-        names = ["advantages", "weights", "rollout_log_probs"]
-        if self.config.algorithm.old_log_probs == "engine":
-            names.append("old_log_probs")
-        batches = []
-        for indices in mini.plan[self.runtime.dp_rank]:
-            rows = []
-            for i in indices:
-                sample = received[summaries[i].sample_id]
-                engine = np.array(sample.log_probs, np.float32)
-                ones = np.ones(len(engine), np.float32)
-                fields = {
-                    "advantages": ones * mini.advantages[i],
-                    "weights": ones * mini.weights[i],
-                    "rollout_log_probs": engine,
-                    "old_log_probs": engine,
-                }
-                tokens = np.array([*sample.prompt_ids, *sample.response_ids], np.int64)
-                rows.append(TrainSample(tokens, len(sample.prompt_ids), ones, fields))
-            batches.append(collate(rows, names, self.runtime.device))
-        return batches
-
-    def _with_log_probs(self, batches: list[MicroBatch], name: str) -> list[MicroBatch]:
-        log_probs = self.actor.log_probs(batches, self.config.rollout.temperature)
-        return [spread_fields(batch, {name: values}) for batch, values in zip(batches, log_probs)]
-
-
-def summarise_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Numbers of a training phase from those of its optimizer steps: means, except that the comparison with the engine
-    is taken from the first step (later ones run on weights that the engine never had) and maxima stay maxima."""
-    merged = {name: sum(u[name] for u in updates) / len(updates) for name in updates[0]}
-    for name in ("actor/train_rollout_logprob_abs_diff", "actor/train_rollout_logprob_abs_diff_max"):
-        merged[name] = updates[0][name]
-    return merged
+    def learn(self, step: int, samples: Sequence[Sample], summaries: Sequence[SampleSummary]) -> dict[str, float]:
+        """The training phase of `step` (`rhymemeg.learner`)."""
+        self.engine.sleep()  # the device is the actor's until the next weight update; without sleep mode nothing happens
+        return self.learner.learn(samples, summaries, version=step)

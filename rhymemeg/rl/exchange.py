@@ -30,7 +30,8 @@ class Fabric(Protocol):
 
 @dataclass(frozen=True, order=True)
 class SampleSummary:
-    """What every rank knows of every sample. `holder` is the rank that has its tokens."""
+    """What every rank knows of every sample. `holder` is the rank that has its tokens; `oldest_version` that of the
+    weights that made its first token (-1: no token)."""
 
     sample_id: SampleId
     holder: int
@@ -38,6 +39,7 @@ class SampleSummary:
     response_len: int
     reward: float
     truncated: bool
+    oldest_version: int
 
 
 def share_summaries(samples: Sequence[Sample], fabric: Fabric) -> list[SampleSummary]:
@@ -45,15 +47,22 @@ def share_summaries(samples: Sequence[Sample], fabric: Fabric) -> list[SampleSum
     rows = np.array(
         [
             (s.sample_id.step, s.sample_id.prompt_id, s.sample_id.sample_index, fabric.rank, len(s.prompt_ids),
-             len(s.response_ids), float("nan") if s.reward is None else s.reward, s.truncated)
+             len(s.response_ids), float("nan") if s.reward is None else s.reward, s.truncated,
+             min(s.versions, default=-1))
             for s in samples
         ],
         np.float64,
-    ).reshape(-1, 8)  # fmt: skip
+    ).reshape(-1, 9)  # fmt: skip
     parts = _all_gather_rows(rows, fabric)
     return sorted(
         SampleSummary(
-            SampleId(int(r[0]), int(r[1]), int(r[2])), int(r[3]), int(r[4]), int(r[5]), float(r[6]), bool(r[7])
+            SampleId(int(r[0]), int(r[1]), int(r[2])),
+            int(r[3]),
+            int(r[4]),
+            int(r[5]),
+            float(r[6]),
+            bool(r[7]),
+            int(r[8]),
         )
         for r in parts
     )

@@ -1,0 +1,182 @@
+"""The training phase: from the samples of a rollout to optimizer steps.
+
+    learner = Learner(config, arch, runtime, clock, actor, reference)
+    metrics = learner.learn(samples, summaries, version)        # all ranks
+
+`samples` are those that this rank holds, `summaries` everyone's (the same list on every rank). From the summaries each
+rank makes the same plan: advantages, optimizer steps, micro-batches of every data-parallel rank. Then one exchange
+brings the tokens to the ranks that train them.
+
+A *group* are the samples of one prompt in one step, and its members are compared with each other. `siblings` are
+members whose rewards count in the advantages of their group but that are not trained in this call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rhymemeg.arch import ModelArch
+from rhymemeg.config import Config
+from rhymemeg.observe.clock import StepClock
+from rhymemeg.parallel.actor import Actor
+from rhymemeg.parallel.reference import ReferenceWeights
+from rhymemeg.parallel.runtime import Runtime
+from rhymemeg.rl.advantages import ADVANTAGES
+from rhymemeg.rl.batching import MicroBatch, TrainSample, collate, plan_micro_batches, spread_fields
+from rhymemeg.rl.exchange import SampleSummary, exchange
+from rhymemeg.rl.losses import aggregation_weights
+from rhymemeg.rl.objective import Objective
+from rhymemeg.rollout.samples import Sample, SampleId
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """The plan of one optimizer step, the same on every rank. `members` index the summaries; `plan` is
+    [data-parallel rank][micro-batch] -> indices; per member: `advantages`, and `weights` of each of its tokens."""
+
+    members: list[int]
+    plan: list[list[list[int]]]
+    advantages: dict[int, float]
+    weights: dict[int, float]
+    total_tokens: int
+
+
+class Learner:
+    """See the module."""
+
+    def __init__(
+        self,
+        config: Config,
+        arch: ModelArch,
+        runtime: Runtime,
+        clock: StepClock,
+        actor: Actor,
+        reference: ReferenceWeights | None,
+    ) -> None:
+        self.config, self.arch, self.runtime, self.clock = config, arch, runtime, clock
+        self.actor, self.reference = actor, reference
+
+    def learn(
+        self,
+        samples: Sequence[Sample],
+        summaries: Sequence[SampleSummary],
+        version: int,
+        siblings: Sequence[SampleSummary] = (),
+    ) -> dict[str, float]:
+        """One training phase on the samples of all ranks. `version` is that of the actor's weights now: tokens that an
+        older version made are off-policy, and their old log-probabilities are those that the engine gave them."""
+        options, temperature = self.config.algorithm, self.config.rollout.temperature
+        with self.clock.phase("batch"):
+            minibatches = self.plan(summaries, siblings)
+            held = {s.sample_id: s for s in samples}
+            outgoing: list[list[Sample]] = [[] for _ in range(self.runtime.world_size)]
+            for rank, dp_rank in enumerate(self.runtime.dp_rank_of):
+                for i in (i for mini in minibatches for batch in mini.plan[dp_rank] for i in batch):
+                    if summaries[i].holder == self.runtime.rank:
+                        outgoing[rank].append(held[summaries[i].sample_id])
+            received = exchange(outgoing, self.runtime)
+            batches = [self._collate(mini, summaries, received, version) for mini in minibatches]
+        if options.old_log_probs == "actor" and options.ppo_epochs * options.num_minibatches > 1:
+            with self.clock.phase("old_log_probs"):
+                batches = [self._with_log_probs(batch, "old_log_probs") for batch in batches]
+        if self.reference is not None:
+            with self.clock.phase("ref_log_probs"), self.reference.active():
+                batches = [self._with_log_probs(batch, "ref_log_probs") for batch in batches]
+        updates: list[dict[str, float]] = []
+        with self.clock.phase("train"):
+            for _ in range(options.ppo_epochs):
+                for mini, batch in zip(minibatches, batches):
+                    objective = Objective(options, mini.total_tokens)
+                    update = self.actor.train_step(batch, objective, temperature)
+                    update["actor/train_rollout_logprob_abs_diff_max"] = self.runtime.reduce_max(objective.mismatch_max)
+                    updates.append(update)
+        return summarise_updates(updates)
+
+    def plan(self, summaries: Sequence[SampleSummary], siblings: Sequence[SampleSummary] = ()) -> list[MiniBatch]:
+        """Divide the samples into optimizer steps (whole groups together) and those into micro-batches."""
+        options = self.config.algorithm
+        groups = group_numbers([*summaries, *siblings])
+        rewards = np.array([s.reward for s in (*summaries, *siblings)], np.float64)
+        advantages = ADVANTAGES[options.advantage_estimator](rewards, groups)
+        groups = groups[: len(summaries)]
+        present = sorted(set(groups.tolist()))
+        minibatches = []
+        for part in np.array_split(np.random.default_rng(0).permutation(present), options.num_minibatches):
+            chosen = set(part.tolist())
+            members = [i for i, group in enumerate(groups.tolist()) if group in chosen]
+            responses = np.array([summaries[i].response_len for i in members])
+            weights = aggregation_weights(options.loss_agg_mode, responses, self.config.rollout.max_response_len)
+            plan = plan_micro_batches(
+                [summaries[i].prompt_len + summaries[i].response_len for i in members],
+                self.runtime.dp_size,
+                options.max_tokens_per_microbatch,
+                self.arch.hidden_size,
+            )
+            minibatches.append(
+                MiniBatch(
+                    members,
+                    [[[members[i] for i in batch] for batch in rank] for rank in plan],
+                    {i: float(advantages[i]) for i in members},
+                    dict(zip(members, weights.tolist())),
+                    int(responses.sum()),
+                )
+            )
+        return minibatches
+
+    def _collate(
+        self,
+        mini: MiniBatch,
+        summaries: Sequence[SampleSummary],
+        received: dict[SampleId, Sample],
+        version: int,
+    ) -> list[MicroBatch]:
+        """This rank's micro-batches of one optimizer step, on the device."""
+        names = ["advantages", "weights", "rollout_log_probs"]
+        if self.config.algorithm.old_log_probs == "engine":
+            names.append("old_log_probs")
+        if any(summaries[i].oldest_version < version for i in mini.members):
+            names.append("stale")
+        batches = []
+        for indices in mini.plan[self.runtime.dp_rank]:
+            rows = []
+            for i in indices:
+                sample = received[summaries[i].sample_id]
+                engine = np.array(sample.log_probs, np.float32)
+                ones = np.ones(len(engine), np.float32)
+                fields = {
+                    "advantages": ones * mini.advantages[i],
+                    "weights": ones * mini.weights[i],
+                    "rollout_log_probs": engine,
+                    "old_log_probs": engine,
+                    "stale": (np.array(sample.versions) < version).astype(np.float32),
+                }
+                tokens = np.array([*sample.prompt_ids, *sample.response_ids], np.int64)
+                rows.append(TrainSample(tokens, len(sample.prompt_ids), ones, fields))
+            batches.append(collate(rows, names, self.runtime.device))
+        return batches
+
+    def _with_log_probs(self, batches: list[MicroBatch], name: str) -> list[MicroBatch]:
+        log_probs = self.actor.log_probs(batches, self.config.rollout.temperature)
+        return [spread_fields(batch, {name: values}) for batch, values in zip(batches, log_probs)]
+
+
+def group_numbers(summaries: Sequence[SampleSummary]) -> npt.NDArray[np.int64]:
+    """The group of each sample: the same prompt may be in two steps of one call, and those are two groups."""
+    numbers: dict[tuple[int, int], int] = {}
+    keys = [(s.sample_id.step, s.sample_id.prompt_id) for s in summaries]
+    for key in sorted(set(keys)):
+        numbers[key] = len(numbers)
+    return np.array([numbers[key] for key in keys], np.int64)
+
+
+def summarise_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Numbers of a training phase from those of its optimizer steps: means, except that the comparison with the engine
+    is taken from the first step (later ones run on weights that the engine never had) and maxima stay maxima."""
+    merged = {name: sum(u[name] for u in updates) / len(updates) for name in updates[0]}
+    for name in ("actor/train_rollout_logprob_abs_diff", "actor/train_rollout_logprob_abs_diff_max"):
+        merged[name] = updates[0][name]
+    return merged
