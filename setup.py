@@ -41,7 +41,7 @@ setup(
         else []
     ),
     entry_points={
-        "console_scripts": ["rhymemeg=rhymemeg.train:main"],
+        "console_scripts": ["rhymemeg=rhymemeg.commands:main"],
         "vllm.general_plugins": ["rhymemeg=rhymemeg.rollout.plugin:register"],
     },
 )

@@ -1,0 +1,7 @@
+"""`python -m rhymemeg COMMAND ...`: see `rhymemeg.commands`."""
+
+import sys
+
+from rhymemeg.commands import main
+
+sys.exit(main())
