@@ -219,7 +219,8 @@ class CheckpointOptions(Section):
     save_interval: int = Field(0, ge=0, description="Save every so many steps; 0: only at the end.")
     save_final: bool = Field(True, description="Save after the last step.")
     load: str = Field("", description="Checkpoint folder to resume from; 'auto': the newest of this run, if any.")
-    keep_last: int = Field(2, ge=1, description="Checkpoints that are kept.")
+    keep_last: int = Field(2, ge=1, description="How many of the newest checkpoints are kept.")
+    keep_every: int = Field(0, ge=0, description="Checkpoints of every so many steps are kept for good; 0: none.")
     export_hf: bool = Field(True, description="Export the final model as a Hugging Face folder.")
 
 

@@ -18,7 +18,7 @@ the last stage calls it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -308,11 +308,13 @@ class Actor:
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
-    def save_checkpoint(self, path: str | Path, extra_state: dict[str, Any]) -> None:
+    def save_checkpoint(
+        self, path: str | Path, extra_state: dict[str, Any], files: Mapping[str, bytes] | None = None
+    ) -> None:
         """Write model, optimizer, schedule and generators; see `checkpoint`."""
         from rhymemeg.parallel.checkpoint import save
 
-        save(self, Path(path), extra_state)
+        save(self, Path(path), extra_state, files)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Read what `save_checkpoint` wrote, on this or another layout. Returns the extra state."""

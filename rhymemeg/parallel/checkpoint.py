@@ -5,6 +5,7 @@
       state.json             format, model, layout, optimizer steps done, and the caller's extra state
       .metadata, common.pt, metadata.json, __RANK_0.distcp      megatron-core: weights, optimizer moments, fp32 masters
       rng_RANK.safetensors   random generators of each rank
+      piece_RANK.NAME        what other parts of the program keep here, as bytes (`checkpoint_files`)
 
 Saved on one layout, a checkpoint loads on another: Megatron's state names whole tensors, of which each rank takes its
 part (generators are restored only on the same number of ranks; without dropout training does not use them).
@@ -24,8 +25,7 @@ import contextlib
 import json
 import os
 import shutil
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,6 +35,19 @@ from torch import Tensor
 
 from rhymemeg.errors import CheckpointError, RhymeMegError
 from rhymemeg.parallel import dist_checkpoint
+from rhymemeg.parallel.checkpoint_files import (
+    STATE,
+    DamagedCheckpointError,
+    FileFacts,
+    checksum,
+    piece_owner,
+    read_json,
+    read_manifest,
+    sync,
+    verify,
+    write_manifest,
+    write_pieces,
+)
 from rhymemeg.parallel.cpu_backend import megatron_calls
 
 if TYPE_CHECKING:
@@ -42,7 +55,6 @@ if TYPE_CHECKING:
     from rhymemeg.parallel.runtime import Runtime
 
 FORMAT = 1
-MANIFEST, STATE = "manifest.json", "state.json"
 
 # How the distributed optimizer's shards are written: as whole tensors of the model, so that any layout can read them,
 # gathered in host memory one buffer after the other.
@@ -59,30 +71,34 @@ def together(runtime: Runtime, what: Callable[[], T]) -> T:
     """Run `what` (no collectives inside) on all ranks. If it fails on any, all raise the first one's
     CheckpointError."""
     result: Any = None
-    failure: str | None = None
+    failure: tuple[str, bool] | None = None
     try:
         result = what()
     except (RhymeMegError, OSError) as error:
-        failure = str(error)
-    failures = [(rank, text) for rank, text in enumerate(runtime.all_gather_object(failure)) if text is not None]
+        failure = str(error), isinstance(error, DamagedCheckpointError)
+    failures = [failure for failure in runtime.all_gather_object(failure) if failure is not None]
     if failures:
-        raise CheckpointError(failures[0][1])
+        text, damaged = failures[0]
+        raise DamagedCheckpointError(text) if damaged else CheckpointError(text)
     return result
 
 
 # ----------------------------------------------------------------------------------------------------------------- save
 
 
-def save(actor: Actor, path: Path, extra_state: dict[str, Any]) -> None:
-    """Write a checkpoint at `path`, replacing one that is there. `extra_state` must be made of JSON values."""
+def save(actor: Actor, path: Path, extra_state: dict[str, Any], files: Mapping[str, bytes] | None = None) -> None:
+    """Write a checkpoint at `path`, replacing one that is there. `extra_state` must be made of JSON values; `files` are
+    this rank's pieces (`checkpoint_files`)."""
     runtime = actor.runtime
+    pieces = files or {}
     aside = path.parent / f".{path.name}.saving"
     with _named_errors(f"saving {path}"), _torn_writes_explained():
-        together(runtime, lambda: _start(actor, aside, extra_state))
+        piece_bytes = int(runtime.reduce_sum([sum(map(len, pieces.values()))])[0])
+        together(runtime, lambda: _start(actor, aside, extra_state, piece_bytes))
         try:
             with megatron_calls():
                 dist_checkpoint.save(_sharded_state(actor, is_loading=False)[0], aside, runtime)
-            together(runtime, lambda: _write_own(actor, aside, extra_state))
+            together(runtime, lambda: _write_own(actor, aside, extra_state, pieces))
             listed = runtime.all_gather_object(together(runtime, lambda: _own_files(aside, runtime)))
             together(runtime, lambda: _publish(aside, path, listed) if runtime.is_rank0 else None)
         except Exception:
@@ -118,7 +134,7 @@ def _torn_writes_explained() -> Iterator[None]:
         ) from error
 
 
-def _start(actor: Actor, aside: Path, extra_state: dict[str, Any]) -> None:
+def _start(actor: Actor, aside: Path, extra_state: dict[str, Any], piece_bytes: int) -> None:
     """Make an empty folder on a disk with room for the checkpoint."""
     try:
         json.dumps(extra_state)
@@ -129,7 +145,7 @@ def _start(actor: Actor, aside: Path, extra_state: dict[str, Any]) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     itemsize = next(actor.chunks[0].parameters()).element_size()
-    needed = actor.arch.num_parameters() * (itemsize + 12)  # parameters, fp32 masters, two fp32 moments
+    needed = piece_bytes + actor.arch.num_parameters() * (itemsize + 12)  # parameters, fp32 masters, two fp32 moments
     free = shutil.disk_usage(aside).free
     if free < needed:
         raise CheckpointError(f"the disk is full: it needs {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free")
@@ -169,9 +185,10 @@ def _allocate_moments(optimizer: Any, steps: float) -> None:
                 optimizer.state[parameter] = {"step": torch.tensor(steps), **moments}
 
 
-def _write_own(actor: Actor, aside: Path, extra_state: dict[str, Any]) -> None:
+def _write_own(actor: Actor, aside: Path, extra_state: dict[str, Any], pieces: Mapping[str, bytes]) -> None:
     """The files that are not Megatron's."""
     runtime = actor.runtime
+    write_pieces(aside, runtime.rank, pieces)
     save_file(_generators(runtime), aside / f"rng_{runtime.rank}.safetensors")
     if runtime.is_rank0:
         state = {
@@ -186,52 +203,37 @@ def _write_own(actor: Actor, aside: Path, extra_state: dict[str, Any]) -> None:
         (aside / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
 
 
-def _own_files(aside: Path, runtime: Runtime) -> dict[str, tuple[int, int]]:
+def _own_files(aside: Path, runtime: Runtime) -> dict[str, FileFacts]:
     """Size and checksum of the files that this rank wrote, synced to disk and read back. Rank 0 takes the common
     ones."""
-    names = [p.name for p in aside.iterdir()]
-    own = (f"__{runtime.rank}_", f"rng_{runtime.rank}.")
-    mine = [n for n in names if n.startswith(own) or (runtime.is_rank0 and not n.startswith(("__", "rng_")))]
-    return {name: (_sync(aside / name), checksum(aside / name)) for name in mine}
+    mine = [p for p in aside.iterdir() if _writer(p.name) == runtime.rank]
+    return {p.name: FileFacts(sync(p), checksum(p)) for p in mine}
 
 
-def _publish(aside: Path, path: Path, listed: list[dict[str, tuple[int, int]]]) -> None:
+def _writer(name: str) -> int:
+    """The rank that wrote a file of a checkpoint."""
+    for prefix, end in (("__", "_"), ("rng_", ".")):
+        if name.startswith(prefix):
+            return int(name.removeprefix(prefix).partition(end)[0])
+    return piece_owner(name) or 0
+
+
+def _publish(aside: Path, path: Path, listed: list[dict[str, FileFacts]]) -> None:
     files = {name: facts for part in listed for name, facts in part.items()}
     table = dist_checkpoint.read_table(aside)
     for index, record in (table.storage_data or {}).items():
-        size = files.get(record.relative_path, (0, 0))[0]
-        if record.offset + record.length > size:
+        facts = files.get(record.relative_path)
+        if facts is None or record.offset + record.length > facts.size:
             raise CheckpointError(f"{index.fqn} is not whole in {record.relative_path}")
-    manifest = {"files": {name: {"size": size, "crc32": crc} for name, (size, crc) in sorted(files.items())}}
-    (aside / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    _sync(aside / MANIFEST)
-    _sync(aside)
+    write_manifest(aside, files)
+    sync(aside)
     old = path.parent / f".{path.name}.old"
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
         os.replace(path, old)
     os.replace(aside, path)
-    _sync(path.parent)
+    sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> int:
-    """fsync a file or folder; returns its size."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        return os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)
-
-
-def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
-    crc = 0
-    with path.open("rb") as stream:
-        while block := stream.read(8 << 20):
-            crc = zlib.crc32(block, crc)
-    return crc
 
 
 # ----------------------------------------------------------------------------------------------------------------- load
@@ -264,9 +266,9 @@ def _check(actor: Actor, path: Path) -> dict[str, Any]:
     """Read and check what is not Megatron's; each rank verifies its share of the files."""
     if not path.is_dir():
         raise CheckpointError(f"checkpoint {path} does not exist")
-    files = _read_json(path / MANIFEST).get("files")
-    state = _read_json(path / STATE)
-    if not isinstance(files, dict) or state.get("format") != FORMAT:
+    files = read_manifest(path)
+    state = read_json(path / STATE)
+    if state.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of this program (format {state.get('format')!r})")
     arch = actor.arch
     if (state["architecture"], state["num_parameters"]) != (arch.architecture, arch.num_parameters()):
@@ -274,30 +276,8 @@ def _check(actor: Actor, path: Path) -> dict[str, Any]:
             f"{path} is of another model: {state['architecture']} with {state['num_parameters']} parameters, "
             f"not {arch.architecture} with {arch.num_parameters()}"
         )
-    rank, world_size = actor.runtime.rank, actor.runtime.world_size
-    for i, (name, facts) in enumerate(sorted(files.items())):
-        file = path / name
-        if Path(name).name != name:
-            raise CheckpointError(f"{path / MANIFEST} names {name!r}, which is not a file of the checkpoint")
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing")
-        if file.stat().st_size != facts["size"]:
-            raise CheckpointError(f"{file} has {file.stat().st_size} bytes instead of {facts['size']}")
-        if i % world_size == rank and checksum(file) != facts["crc32"]:
-            raise CheckpointError(f"{file} is corrupt: its checksum is not that of the manifest")
+    verify(path, files, actor.runtime.rank, actor.runtime.world_size)
     return state
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing, so the checkpoint is not complete") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object")
-    return value
 
 
 # ----------------------------------------------------------------------------------------------------- random

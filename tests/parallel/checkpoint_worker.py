@@ -19,6 +19,7 @@ from typing import Any
 
 from rhymemeg.arch import ModelArch
 from rhymemeg.errors import CheckpointError, TrainingError
+from rhymemeg.parallel.checkpoint_files import read_pieces
 from rhymemeg.parallel.runtime import Runtime, init_runtime, shutdown, start_layout
 from tests.parallel import cases
 from tests.parallel.layout_worker import make_config
@@ -70,6 +71,7 @@ class Checks:
         return self.runtime.all_gather_object(text)
 
     def fails_naming(self, name: str, text: str, what: Callable[[], Any]) -> None:
+        self.runtime.barrier(name)  # rank 0 has made the damage
         errors = self.error(what)
         self.results[name] = True if all(text in e for e in errors) else errors
 
@@ -122,8 +124,12 @@ class Checks:
         actor = self.actor({EP: 2})
         extra = {"step": 2, "name": "é"}
         self.steps(actor, 2)
-        actor.save_checkpoint(saved, extra)
+        pieces = {"both": bytes([rank] * 3)} | ({"only-0": b"\x80\x04."} if rank == 0 else {})
+        actor.save_checkpoint(saved, extra, pieces)
         expected = self.steps(actor, 2)
+        found = [list(read_pieces(saved, name)) for name in ("both", "only-0", "none")]
+        wanted = [[(0, b"\0\0\0"), (1, b"\1\1\1")], [(0, b"\x80\x04.")], []]
+        self.results["pieces"] = found == wanted or str(found)
 
         again = self.actor({EP: 2})
         self.results["extra state"] = again.load_checkpoint(saved) == extra
@@ -154,6 +160,16 @@ class Checks:
         if rank == 0:
             (lacking / "manifest.json").unlink()
         self.fails_naming("no manifest", "manifest.json is missing", lambda: plain.load_checkpoint(lacking))
+
+        changed = self.copy(saved, "changed piece")
+        if rank == 0:
+            (changed / "piece_1.both").write_bytes(b"\1\1\2")
+        self.fails_naming("changed piece", "piece_1.both is corrupt", lambda: plain.load_checkpoint(changed))
+        self.fails_naming("read changed piece", "piece_1.both is corrupt", lambda: list(read_pieces(changed, "both")))
+        bad = {"../x": b""} if rank == 1 else {}
+        self.fails_naming(
+            "piece with a path", "'../x' is not a name", lambda: plain.save_checkpoint(self.work / "bad", {}, bad)
+        )
 
         trace = self.work / "attacked"
         for name in (".metadata", "common.pt"):

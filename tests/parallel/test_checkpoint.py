@@ -17,6 +17,10 @@ pytestmark = pytest.mark.distributed
 
 CHECKS = (
     "extra state",
+    "pieces",
+    "changed piece",
+    "read changed piece",
+    "piece with a path",
     "continues identically",
     "loads on tp2",
     "loads on pp2",
