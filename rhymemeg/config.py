@@ -156,6 +156,54 @@ class AlgorithmOptions(Section):
         "actor",
         description="Where the ratio's denominator comes from: the engine, or the actor before its first update.",
     )
+    rollout_is: Literal["none", "token", "sequence", "geometric"] = Field(
+        "none",
+        description="Weights against a train/rollout mismatch: pi_old / pi_engine of a token, its product over the "
+        "response, or its geometric mean.",
+    )
+    rollout_is_bound: Literal["truncate", "mask", "icepop"] = Field(
+        "truncate", description="truncate: weights count up to the threshold; mask: 0 above it; icepop: 0 outside both."
+    )
+    rollout_is_threshold: float = Field(2.0, gt=0, description="Upper threshold of --rollout-is.")
+    rollout_is_threshold_lower: float = Field(0.5, ge=0, description="Lower threshold of --rollout-is-bound icepop.")
+    rollout_rs: Literal["none", "sequence", "geometric"] = Field(
+        "none", description="Leave out responses whose ratio (product, geometric mean) is outside of the thresholds."
+    )
+    rollout_rs_threshold: float = Field(2.0, ge=1, description="Upper threshold of --rollout-rs.")
+    rollout_rs_threshold_lower: float | None = Field(
+        None, ge=0, le=1, description="Lower threshold of --rollout-rs; default: 1 / the upper one."
+    )
+    rollout_token_veto_threshold: float | None = Field(
+        None, gt=0, lt=1, description="Leave out responses that have a token with a ratio below this."
+    )
+    decoupled_ppo: bool = Field(
+        False,
+        description="Tokens of an older version: the ratio is to the actor before its first update, and a weight "
+        "corrects for the policy that made them.",
+    )
+    behav_imp_weight_cap: float = Field(
+        5.0, gt=1, description="Tokens with a larger weight than this are left out under --decoupled-ppo."
+    )
+    kl_coef: float = Field(
+        0.0, ge=0, description="Weight of the KL penalty in the reward; 0: no reference model for it."
+    )
+    kl_type: Literal["k1", "k2", "k3"] = Field("k1", description="Estimator of the KL in the reward.")
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount of rewards per token (gae, reinforce_pp).")
+    lam: float = Field(1.0, ge=0, le=1, description="Lambda of the generalised advantage estimator.")
+    overlong_buffer_len: int = Field(
+        0, ge=0, description="Overlong shaping: the penalty grows over the last so many tokens; 0: none."
+    )
+    overlong_penalty_factor: float = Field(1.0, gt=0, description="Penalty of a response of the largest length.")
+    overlong_filtering: bool = Field(False, description="Truncated responses are compared, but not trained on.")
+    dynamic_sampling: bool = Field(False, description="Replace groups of equal rewards by those of new prompts.")
+    dynamic_sampling_max_rounds: int = Field(
+        4, ge=1, description="Rollouts a step may take for it; then it trains on what there is."
+    )
+
+    @property
+    def needs_reference(self) -> bool:
+        """A KL term needs the log-probabilities of a reference model."""
+        return self.kl_loss_coef > 0 or self.kl_coef > 0
 
 
 class DataOptions(Section):
@@ -176,6 +224,15 @@ class DataOptions(Section):
         "auto", description="ledger, reasoning_gym, math_verify, exact_match or module:function. auto: the task's own."
     )
     reward_args: dict[str, Any] = Field({}, description="Arguments of the reward function (in a YAML file only).")
+    reward_range: tuple[float, float] | None = Field(
+        None, description="Smallest and largest reward that the function may return; others end the run."
+    )
+    rewards: dict[str, Any] = Field(
+        {}, description="Weighted sums of rewards by data source, in place of --reward (in a YAML file only)."
+    )
+    allow_code_execution: bool = Field(
+        False, description="Let the reward code_tests run what the model writes, in isolated processes."
+    )
     reward_timeout: float = Field(30.0, gt=0, description="Seconds that a reward may take for one sample.")
     reward_workers: int = Field(0, ge=0, description="Processes that compute rewards; 0: in the rank itself.")
     shuffle: bool = Field(True, description="A new order of the prompts each epoch.")
@@ -185,6 +242,10 @@ class DataOptions(Section):
     eval_data_seed: int = Field(1_000_003, ge=0, description="Seed of the held-out prompts.")
     eval_n_samples: int = Field(1, ge=1, description="Samples a held-out prompt.")
     eval_temperature: float = Field(1.0, ge=0, description="Temperature of the evaluation; 0: greedy.")
+    eval_sets: dict[str, Any] = Field(
+        {}, description="More held-out sets by name: their prompt_data, and what differs (in a YAML file only)."
+    )
+    eval_pass_score: float = Field(1.0, description="A response with at least this reward passes, for pass@k.")
 
 
 class HistoSpecOptions(Section):
@@ -206,11 +267,43 @@ class HistoSpecOptions(Section):
     )
 
 
+class HistoPipeOptions(Section):
+    """Scheduling of rollouts by last epoch's lengths: who generates what, and what a window may leave to the next."""
+
+    histopipe_policy: Literal["complement", "random", "paper", "pull"] = Field(
+        "complement", description="Placement of samples on engines. random: an even split, as without a plan."
+    )
+    histopipe_layout: Literal["group", "spread"] = Field(
+        "group", description="A prompt's samples on one engine (drafts and prompt are shared), or spread over all."
+    )
+    histopipe_carry: float = Field(
+        0.0,
+        ge=0,
+        le=0.5,
+        description="Largest share of a step's samples that a window may leave unfinished for the next; 0: on-policy.",
+    )
+    histopipe_groups: Literal["complete", "available"] = Field(
+        "complete", description="Train a group when all of it is complete, or each sample against the siblings known."
+    )
+    histopipe_early: float = Field(
+        0.0, ge=0, le=1, description="Share of the next step's samples that engines without work may start."
+    )
+    histopipe_steal: bool = Field(True, description="Engines without work take requests that others have not started.")
+    histopipe_ranking_groups: int = Field(8, ge=1, description="Ranking groups of the policy paper.")
+    histopipe_profile: str = Field(
+        "measured", description="Engine step times: measured while running, steps (all alike), a100-7b, or a file."
+    )
+
+
 class SyncOptions(Section):
     """Moving weights from the actor into the engines."""
 
     update_weight_buffer_size: int = Field(512 << 20, ge=1, description="Bytes of weights in flight at once.")
     weight_sync_verify: Literal["off", "sampled", "full"] = Field("sampled", description="Checksums after each update.")
+    offload_optimizer: bool = Field(
+        False, description="Optimizer state waits in host memory while the engines generate (GPU)."
+    )
+    offload_gradients: bool = Field(False, description="Gradient buffers are freed while the engines generate.")
 
 
 class CheckpointOptions(Section):
@@ -236,6 +329,7 @@ class Config(Section):
     algorithm: AlgorithmOptions = AlgorithmOptions()
     data: DataOptions = DataOptions()
     histospec: HistoSpecOptions = HistoSpecOptions()
+    histopipe: HistoPipeOptions = HistoPipeOptions()
     sync: SyncOptions = SyncOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
 
@@ -299,6 +393,7 @@ class Config(Section):
     def check(self) -> None:
         """Refuse what is missing or contradicts itself, before anything is loaded."""
         from rhymemeg.rl.advantages import ADVANTAGES
+        from rhymemeg.rl.checks import check_algorithm
         from rhymemeg.rl.losses import AGGREGATIONS, POLICY_LOSSES
 
         a, o, r = self.algorithm, self.optimizer, self.rollout
@@ -322,27 +417,39 @@ class Config(Section):
                 )
             except (ConfigError, ValueError) as error:
                 raise ConfigError(f"--histospec-policy {self.histospec.histospec_policy}: {error}") from None
+        self._check_histopipe()
+        check_algorithm(self)
         if o.min_lr > o.lr:
             raise ConfigError(f"--min-lr {o.min_lr} exceeds --lr {o.lr}")
-        if self.model.ref_hf_checkpoint and a.kl_loss_coef == 0:
-            raise ConfigError("--ref-hf-checkpoint is given but --kl-loss-coef is 0, so it would not be used")
-        if a.advantage_estimator == "grpo" and r.n_samples_per_prompt < 2:
+        if self.model.ref_hf_checkpoint and not a.needs_reference:
             raise ConfigError(
-                "--advantage-estimator grpo compares samples of a prompt: --n-samples-per-prompt must be >= 2"
+                "--ref-hf-checkpoint is given but --kl-loss-coef and --kl-coef are 0, so it would not be used"
             )
         if a.num_minibatches > r.rollout_batch_size:
             raise ConfigError(
                 f"--num-minibatches {a.num_minibatches} exceeds --rollout-batch-size {r.rollout_batch_size}"
             )
-        if a.old_log_probs == "engine" and (r.top_p < 1 or r.top_k > 0):
-            raise ConfigError(
-                "--old-log-probs engine with --top-p or --top-k: the engine's log-probabilities are those of the "
-                "truncated distribution, the actor's are not; use --old-log-probs actor"
-            )
         if a.max_tokens_per_microbatch < self.max_model_len:
             raise ConfigError(
                 f"--max-tokens-per-microbatch {a.max_tokens_per_microbatch} is less than the longest sequence "
                 f"(--max-prompt-len + --max-response-len = {self.max_model_len})"
+            )
+
+    def _check_histopipe(self) -> None:
+        from rhymemeg.histopipe.cost import cost_model
+
+        h = self.histopipe
+        if h.histopipe_profile != "measured":
+            try:
+                cost_model(h.histopipe_profile)
+            except ConfigError as error:
+                raise ConfigError(f"--histopipe-profile: {error}") from None
+        if h.histopipe_policy == "random" and h.histopipe_early:
+            raise ConfigError("--histopipe-early has no effect with --histopipe-policy random: leave it out")
+        if (h.histopipe_carry or h.histopipe_early) and (self.rollout.top_p < 1 or self.rollout.top_k > 0):
+            raise ConfigError(
+                "--histopipe-carry and --histopipe-early with --top-p or --top-k: tokens of older weights are trained "
+                "against the engine's log-probabilities, which are those of the truncated distribution"
             )
 
     def check_model(self, arch: ModelArch) -> None:

@@ -15,7 +15,8 @@ import warnings
 from rhymemeg.arch import ModelArch
 from rhymemeg.cli import parse
 from rhymemeg.config import Config
-from rhymemeg.dry_run import check_engines, check_files, report
+from rhymemeg.dry_run import check_engines
+from rhymemeg.dry_run import run as run_dry
 from rhymemeg.errors import RhymeMegError
 from rhymemeg.parallel.layout_checks import check_layout
 
@@ -37,13 +38,13 @@ def train(config: Config, arch: ModelArch) -> None:
                     prompts = trainer.prompts_at(step)
                     samples = trainer.rollout(step, prompts)
                 with clock.phase("reward"):
-                    summaries, numbers = trainer.score(samples, prompts)
-                    metrics |= numbers | trainer.record(step, samples, prompts)
-                metrics |= trainer.learn(step, samples, summaries)
+                    batch, numbers = trainer.score(step, samples, prompts)
+                    metrics |= numbers | trainer.remember(step, samples)
+                metrics |= trainer.learn(step, batch)
                 with clock.phase("sync"):
                     metrics |= trainer.push_weights(step + 1)
                 with clock.phase("log"):
-                    run.write_samples(step, samples, prompts)
+                    run.write_samples(step, batch.samples)
                 if trainer.checkpoint_is_due(step + 1):
                     with clock.phase("checkpoint"):
                         trainer.save(step + 1)
@@ -69,17 +70,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config, dry_run = parse(sys.argv[1:] if argv is None else argv)
         config.check()
+        if dry_run is not None:
+            return run_dry(config, dry_run)
         arch = ModelArch.from_pretrained(config.model.hf_checkpoint)
         config.check_model(arch)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         device_type = choose_device_type(config.run.device)
         check_layout(arch, config.parallel, world_size, device_type)
         check_engines(config, world_size, device_type)
-        if dry_run:
-            check_files(config)
-            if os.environ.get("RANK", "0") == "0":
-                print(report(config, arch, world_size, device_type))
-            return 0
         if os.environ.get("RANK", "0") == "0":
             check_output_dir(config.run.output_dir)
     except RhymeMegError as error:

@@ -9,38 +9,49 @@ list is empty. Every method is called by all ranks, in the same order.
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rhymemeg.arch import ModelArch
 from rhymemeg.config import Config
 from rhymemeg.data.prompts import PromptSet, batch_at, load_prompts
 from rhymemeg.data.tokenizer import load_tokenizer
 from rhymemeg.errors import CheckpointError, DataError
+from rhymemeg.histopipe.cost import cost_model
+from rhymemeg.histopipe.record import WindowRecord
+from rhymemeg.histopipe.scheduler import Scheduler, SchedulerOptions
 from rhymemeg.learner import Learner
 from rhymemeg.observe.clock import StepClock
 from rhymemeg.observe.display import Display
-from rhymemeg.observe.statistics import (
-    EngineWork,
-    engine_metrics,
-    evaluation_metrics,
-    reward_metrics,
-    rollout_metrics,
-    weighted_means,
-)
+from rhymemeg.observe.statistics import evaluation_metrics, reward_metrics, rollout_metrics, weighted_means
 from rhymemeg.parallel.actor import Actor
 from rhymemeg.parallel.checkpoint_folder import CheckpointFolder
 from rhymemeg.parallel.reference import ReferenceWeights
 from rhymemeg.parallel.runtime import Runtime
 from rhymemeg.rl.exchange import SampleSummary, share_summaries
+from rhymemeg.rl.groups import GroupBuffer
 from rhymemeg.rl.rewards import Scorer, component_sums
+from rhymemeg.rollout.board import open_board
 from rhymemeg.rollout.engine import RolloutEngine, SamplingOptions
+from rhymemeg.rollout.rollouts import Rollouts, WindowLimits
 from rhymemeg.rollout.samples import Prompt, Sample, SampleId
 from rhymemeg.rollout.speculation import Speculation, engine_arguments, tokenizer_digest
-from rhymemeg.rollout.window import Progress, assign_samples, run_samples
+from rhymemeg.rollout.window import Progress
+from rhymemeg.rollout.wire import pack_samples, unpack_samples
 from rhymemeg.weight_sync.hf_io import export_hf
 from rhymemeg.weight_sync.push import WeightSync
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step trains: this rank's `samples`, everyone's `summaries` of such samples, and `siblings`, members of the same
+    groups that were trained before."""
+
+    samples: list[Sample]
+    summaries: list[SampleSummary]
+    siblings: list[SampleSummary]
 
 
 class Trainer:
@@ -50,8 +61,8 @@ class Trainer:
     def __init__(self, config: Config, arch: ModelArch, runtime: Runtime, clock: StepClock, display: Display) -> None:
         self.config, self.arch, self.runtime, self.clock, self.display = config, arch, runtime, clock, display
         self._stack = contextlib.ExitStack()
-        self.engine_work: list[EngineWork] = []
-        self.engine_of: dict[int, int] = {}
+        self.record: WindowRecord | None = None
+        """The last window of training samples; spans are on rank 0 only."""
         with clock.phase("loading prompts"):
             self.tokenizer = load_tokenizer(config.model.hf_checkpoint)
             limit, arguments = config.rollout.max_prompt_len, config.data.reward_args
@@ -83,6 +94,8 @@ class Trainer:
             self.engine = RolloutEngine.start(config, arch, runtime, self.tokenizer, load_format="dummy", **drafting)
             self._stack.callback(self.engine.close)
             self.speculation = self._start_speculation() if config.histospec.histospec else None
+            self._start_rollouts()
+            self._resume_rollouts()
         with clock.phase("first weight sync"):
             self.sync = WeightSync(arch, config.sync, runtime, self.actor.chunks, self.engine)
             self.sync.push(self.first_step)
@@ -103,15 +116,20 @@ class Trainer:
 
     def _load_actor(self) -> int:
         """Weights from the checkpoint to resume, or else from the model folder. Returns the first step to do."""
-        folder = self.checkpoints.to_load()
-        if folder is None:
+        steps = 0
+        self._resumed = self.checkpoints.load(self.actor)
+        if self._resumed is None:
             self.actor.load_weights(self.config.model.hf_checkpoint)
-            return 0
-        state = self.actor.load_checkpoint(folder)
-        if state["prompts"] != self.prompts.fingerprint:
-            raise CheckpointError(f"{folder} was trained on other prompts than --prompt-data names now")
-        self.display.note(f"resuming from {folder}: step {state['step']} of {self.config.run.train_iters}")
-        return int(state["step"])
+        else:
+            folder, state = self._resumed
+            if state["prompts"] != self.prompts.fingerprint:
+                raise CheckpointError(f"{folder} was trained on other prompts than --prompt-data names now")
+            steps = int(state["step"])
+            self.display.note(f"resuming from {folder}: step {steps} of {self.config.run.train_iters}")
+        self.checkpoints.begin(steps)
+        for warning in self.checkpoints.warnings:
+            self.display.note(warning)
+        return steps
 
     def _start_speculation(self) -> Speculation:
         folder, file = self.config.model.hf_checkpoint, self.config.histospec.histospec_warm_start
@@ -123,83 +141,108 @@ class Trainer:
             self.display.note(f"history of {known} of {len(prompts)} prompts from {file}")
         return speculation
 
+    def _start_rollouts(self) -> None:
+        """The scheduler and the windows. Evaluation has windows of its own, since a window ends with what is paused."""
+        config, h = self.config, self.config.histopipe
+        self.scheduler = self._scheduler(config.rollout.n_samples_per_prompt)
+        board = open_board(self.runtime, self.engine)
+        limits = WindowLimits(
+            timeout=60 * config.rollout.rollout_timeout_minutes,
+            silence=60 * config.run.distributed_timeout_minutes,
+            steal=h.histopipe_steal,
+        )
+
+        def progress(now: Progress) -> None:
+            self.display.progress(f"{now.finished} samples, {now.tokens:,} tokens, {now.running} running")
+
+        self.rollouts, self.evaluations = (
+            Rollouts(self.engine, self.runtime, board, self.speculation, limits, progress) for _ in range(2)
+        )
+        self.groups = GroupBuffer(config.rollout.n_samples_per_prompt, h.histopipe_groups)
+        self._held: dict[SampleId, Sample] = {}  # complete and judged, not trained yet
+
+    def _scheduler(self, samples_per_prompt: int, **changes: Any) -> Scheduler:
+        h = self.config.histopipe
+        options: dict[str, Any] = {
+            "policy": h.histopipe_policy,
+            "layout": h.histopipe_layout,
+            "carry": h.histopipe_carry,
+            "early": h.histopipe_early,
+            "ranking_groups": h.histopipe_ranking_groups,
+            "outliers": h.histopipe_policy == "paper",
+        }
+        return Scheduler(
+            SchedulerOptions(**(options | changes)),
+            num_engines=self.engine.num_engines,
+            slots=self.engine.spec.max_num_seqs,
+            samples_per_prompt=samples_per_prompt,
+            max_response_len=self.config.rollout.max_response_len,
+            seed=self.config.run.seed,
+            cost=None if h.histopipe_profile == "measured" else cost_model(h.histopipe_profile),
+        )
+
     # ------------------------------------------------------------------------------------------------------- rollout
 
     def prompts_at(self, step: int) -> list[Prompt]:
         """The prompts of a step: each epoch visits every prompt once, in an order of its own."""
-        indices = batch_at(
-            step,
-            self.config.rollout.rollout_batch_size,
-            self.config.run.seed,
-            self.config.data.shuffle,
-            len(self.prompts),
+        return [self.prompts[i] for i in self._indices_at(step)]
+
+    def _indices_at(self, step: int) -> Sequence[int]:
+        config = self.config
+        return batch_at(
+            step, config.rollout.rollout_batch_size, config.run.seed, config.data.shuffle, len(self.prompts)
         )
-        return [self.prompts[i] for i in indices]
 
     def rollout(self, step: int, prompts: Sequence[Prompt]) -> list[Sample]:
-        """Sample a group of responses to each prompt; returns those of this rank's engine, on its leader."""
-        return self._generate(
+        """Run the window of a step. Returns the samples that are complete with it, on the leaders of their engines: those
+        of this step, but for what the window leaves to the next, and those that the last one left."""
+        config = self.config
+        last = step + 1 >= config.run.train_iters
+        window = self.rollouts.window(
+            self.scheduler,
             step,
             prompts,
-            self.config.rollout.n_samples_per_prompt,
-            self.config.run.seed,
-            self.config.rollout.temperature,
+            SamplingOptions.from_config(config.rollout, config.rollout.temperature),
+            config.run.seed,
+            next_prompts=self.prompts_at(step + 1) if config.histopipe.histopipe_early and not last else (),
+            strict=last,
         )
+        self.record = window.record
+        return window.finished
 
-    def _generate(
-        self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int, seed: int, temperature: float
-    ) -> list[Sample]:
-        samples = [
-            Sample(SampleId(step, prompt.prompt_id, k), prompt.token_ids)
-            for prompt in prompts
-            for k in range(samples_per_prompt)
-        ]
-        queues = assign_samples(samples, self.engine.num_engines)
-        queue = queues[self.engine.engine_index]
-        self.engine_of = {s.sample_id.prompt_id: e for e, part in enumerate(queues) for s in part}
-        if self.speculation is not None:
-            self.speculation.begin(prompts, self.engine_of)
+    def score(self, step: int, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> tuple[Batch, dict[str, float]]:
+        """Judge this rank's new samples. Returns what is to be trained in this step, and what the samples say of it."""
+        assert self.record is not None
+        known = {p.prompt_id: p for p in prompts}
+        if self.record.carried_in:
+            known |= {p.prompt_id: p for p in self.prompts_at(step - 1)}
+        self.scorer.score(samples, known)
+        complete = share_summaries(samples, self.runtime)
+        self._held |= {s.sample_id: s for s in samples}
+        summaries, siblings = self.groups.add(complete)
+        mine = [self._held.pop(s.sample_id) for s in summaries if s.holder == self.runtime.rank]
+        components = weighted_means(self.runtime.all_gather_object(component_sums(mine)))
+        metrics = components | reward_metrics(summaries) | rollout_metrics(complete) | self.record.metrics()
+        metrics["rollout/tokens"] = float(self.record.generated_tokens)
+        if self.config.histopipe.histopipe_carry:
+            metrics["histopipe/waiting_samples"] = float(self.groups.waiting)
+        return Batch(mine, summaries, siblings), metrics
 
-        steps = 0
-
-        def progress(now: Progress) -> None:
-            self.display.progress(f"{now.finished}/{len(queue)} samples, {now.tokens:,} tokens, {now.running} running")
-
-        def count(engine: RolloutEngine) -> bool:
-            nonlocal steps
-            steps += engine.has_unfinished()
-            return False
-
-        started = time.perf_counter()
-        finished = run_samples(
-            self.engine,
-            queue,
-            SamplingOptions.from_config(self.config.rollout, temperature),
-            seed,
-            timeout=60 * self.config.rollout.rollout_timeout_minutes,
-            progress=progress,
-            between_steps=count,
-        )
-        # Waiting for the slowest engine belongs to the rollout, and is what the idle share measures.
-        work = EngineWork(self.engine.engine_index, steps, time.perf_counter() - started)
-        self.engine_work = self.runtime.all_gather_object(work)
-        return finished
-
-    def score(
-        self, samples: Sequence[Sample], prompts: Sequence[Prompt]
-    ) -> tuple[list[SampleSummary], dict[str, float]]:
-        """Judge this rank's samples. Returns the summaries of all ranks' samples and what they say of the step."""
-        self.scorer.score(samples, prompts)
-        summaries = share_summaries(samples, self.runtime)
-        components = weighted_means(self.runtime.all_gather_object(component_sums(samples)))
-        metrics = components | reward_metrics(summaries) | rollout_metrics(summaries) | engine_metrics(self.engine_work)
-        return summaries, metrics
-
-    def record(self, step: int, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Keep the step's samples as history for the next epoch."""
+    def remember(self, step: int, samples: Sequence[Sample]) -> dict[str, float]:
+        """Keep new samples as history for the next epoch."""
         if self.speculation is None:
             return {}
-        return self.speculation.end(step, samples, prompts, self.engine_of)
+        metrics = self.speculation.record(samples, self._next_uses(step + 1))
+        if self.speculation.warning is not None:
+            self.display.note(f"step {step}: {self.speculation.warning}")
+        return metrics
+
+    def _next_uses(self, step: int) -> Iterator[int]:
+        """Ids of all prompts in the order in which they will be sampled again, from `step` on."""
+        size, count = self.config.rollout.rollout_batch_size, len(self.prompts)
+        for later in range(step, step + -(-count // size) + 1):
+            for i in self._indices_at(later):
+                yield self.prompts.prompt_id(i)
 
     # ------------------------------------------------------------------------------------------- after the training phase
 
@@ -222,7 +265,13 @@ class Trainer:
         assert self.held_out is not None
         data = self.config.data
         prompts = [self.held_out[i] for i in range(len(self.held_out))]
-        samples = self._generate(0, prompts, data.eval_n_samples, self.config.run.seed + 1, data.eval_temperature)
+        samples = self.evaluations.window(
+            self._scheduler(data.eval_n_samples, policy="complement", outliers=False, carry=0.0, early=0.0),
+            0,
+            prompts,
+            SamplingOptions.from_config(self.config.rollout, data.eval_temperature),
+            self.config.run.seed + 1,
+        ).finished
         if self.speculation is not None:
             self.speculation.forget()  # no history of held-out prompts
         self.held_out_scorer.score(samples, prompts)
@@ -237,9 +286,40 @@ class Trainer:
         return (options.save_interval > 0 and steps_done % options.save_interval == 0) or (last and options.save_final)
 
     def save(self, steps_done: int) -> None:
-        """Write a checkpoint from which a run continues at step `steps_done`."""
-        state = {"step": steps_done, "prompts": self.prompts.fingerprint, "config": self.config.model_dump(mode="json")}
-        self.checkpoints.save(self.actor, steps_done, state)
+        """Write a checkpoint from which a run continues at step `steps_done`, with everything that outlives a step:
+        weights and optimizer, scheduler, samples that are paused or wait for their group, history."""
+        state = {
+            "step": steps_done,
+            "prompts": self.prompts.fingerprint,
+            "config": self.config.model_dump(mode="json"),
+            "scheduler": self.scheduler.state(),
+            "groups": self.groups.state(),
+        }
+        files = {"samples": pack_samples([*self.rollouts.held(), *self._held.values()])}
+        if self.speculation is not None:
+            files["history"] = self.speculation.save()
+        self.checkpoints.save(self.actor, steps_done, state, files)
+
+    def _resume_rollouts(self) -> None:
+        """What `save` kept beside the actor."""
+        if self._resumed is None:
+            return
+        folder, state = self._resumed
+        self.scheduler.restore(state["scheduler"])
+        paused: list[Sample] = []
+        for _, data in self.checkpoints.load_files(folder, "samples"):
+            for sample in unpack_samples(data):
+                if sample.finish_reason is None or sample.sample_id in self.scheduler.complete_early:
+                    paused.append(sample)
+                elif sample.sample_id.prompt_id % self.runtime.world_size == self.runtime.rank:
+                    self._held[sample.sample_id] = sample
+        self.rollouts.restore(paused, self.scheduler)
+        for sample in (*self._held.values(), *self.rollouts.finished_early):
+            sample.text = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+        held = self.runtime.all_gather_object(list(self._held))
+        self.groups.restore(state["groups"], {sid: rank for rank, ids in enumerate(held) for sid in ids})
+        if self.speculation is not None:
+            self.speculation.restore(data for _, data in self.checkpoints.load_files(folder, "history"))
 
     def export(self) -> Path:
         """Write the actor as a Hugging Face folder into the run directory."""
@@ -247,7 +327,10 @@ class Trainer:
         export_hf(self.actor.chunks, self.arch, self.runtime, folder, self.config.model.hf_checkpoint)
         return folder
 
-    def learn(self, step: int, samples: Sequence[Sample], summaries: Sequence[SampleSummary]) -> dict[str, float]:
-        """The training phase of `step` (`rhymemeg.learner`)."""
+    def learn(self, step: int, batch: Batch) -> dict[str, float]:
+        """The training phase of `step` (`rhymemeg.learner`); nothing where every group still waits for a carried sample."""
         self.engine.sleep()  # the device is the actor's until the next weight update; without sleep mode nothing happens
-        return self.learner.learn(samples, summaries, version=step)
+        if not batch.summaries:
+            self.display.note(f"step {step}: nothing to train, every group waits for a carried sample")
+            return {}
+        return self.learner.learn(batch.samples, batch.summaries, version=step, siblings=batch.siblings)

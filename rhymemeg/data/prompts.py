@@ -63,6 +63,10 @@ class PromptSet(Sequence[Prompt]):
         text = self._text(row)
         return Prompt(row.prompt_id + self._first_id, text, tuple(self._encode([text])[0]), row.label, self.name)
 
+    def prompt_id(self, index: int) -> int:
+        """The id of a prompt, without tokenising it."""
+        return self._source.row(index).prompt_id + self._first_id
+
     def _text(self, row: Row) -> str:
         if not self._chat:
             assert isinstance(row.prompt, str)

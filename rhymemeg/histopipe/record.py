@@ -40,8 +40,11 @@ class WindowRecord:
     seconds             from the first engine's start to the close
     idle_seconds        per engine: time without a running request
     engine_steps        per engine; empty where not counted
-    samples             trained after this window; `tokens` of them in all, `stale_tokens` made before this window
-    mean_length         of the trained samples; `mean_length_started` of all that this step drew, complete or not:
+    idle_steps          per engine: steps that an engine which had nothing to run at the close made less than the busiest.
+                        An engine that ran to the close has none, however slow its steps are
+    samples             of this step that are complete after this window; `tokens` of them in all, `stale_tokens` made
+                        before this window
+    mean_length         of these samples; `mean_length_started` of all that this step drew, complete or not:
                         where the two part over many windows, carrying biases the lengths that are trained
     carried_in/_out     responses with tokens that came in and that were left at the close (of this step)
     max_unfinished      what could have been left
@@ -76,6 +79,7 @@ class WindowRecord:
     rank_correlation: float
     plan_digest: str = ""
     engine_steps: tuple[int, ...] = ()
+    idle_steps: tuple[int, ...] = ()
     spans: tuple[Span, ...] = ()
 
     @property
@@ -86,10 +90,9 @@ class WindowRecord:
 
     @property
     def step_idle_share(self) -> float:
-        """The same counted in engine steps: steps that engines made less than the busiest one. NaN where not
-        counted."""
-        most = max(self.engine_steps, default=0)
-        return 1 - sum(self.engine_steps) / (most * len(self.engine_steps)) if most else math.nan
+        """The same counted in engine steps, which noise on the machine does not touch. NaN where not counted."""
+        idle, busy = sum(self.idle_steps), sum(self.engine_steps)
+        return idle / (idle + busy) if busy else math.nan
 
     def metrics(self) -> dict[str, float]:
         """For the step's log; what is not known (NaN) is left out."""
@@ -131,7 +134,8 @@ class WindowRecord:
         names = {f.name: f.type for f in fields(cls)}
         values: dict[str, Any] = {k: (math.nan if v is None else v) for k, v in entry.items() if k in names}
         values["idle_seconds"] = tuple(map(float, entry["idle_seconds"]))
-        values["engine_steps"] = tuple(map(int, entry.get("engine_steps", ())))
+        for name in ("engine_steps", "idle_steps"):
+            values[name] = tuple(map(int, entry.get(name, ())))
         values["spans"] = tuple(Span(*span) for span in entry.get("spans", ()))
         return cls(**values)
 
@@ -139,7 +143,8 @@ class WindowRecord:
 @dataclass(frozen=True)
 class EngineReport:
     """What one engine's leader tells at the close: plain numbers, gathered once a window. `steps` is 0 where not
-    counted; `stolen` and `migrated` count requests that came to this engine."""
+    counted; `stolen` and `migrated` count requests that came to this engine. `ran_dry`: it had nothing to run at the
+    close."""
 
     engine: int
     idle_seconds: float
@@ -150,6 +155,7 @@ class EngineReport:
     stolen: int = 0
     migrated: int = 0
     spans: tuple[Span, ...] = ()
+    ran_dry: bool = False
 
 
 def window_record(
@@ -171,6 +177,7 @@ def window_record(
         error = float(np.abs(last_epoch * growth - lengths)[known].mean() / lengths[known].mean())
         correlation = rank_correlation(last_epoch[known], lengths[known])
     ordered = sorted(reports, key=lambda report: report.engine)
+    most = max((r.steps for r in ordered), default=0)
     return WindowRecord(
         step=plan.step,
         policy=plan.policy,
@@ -195,7 +202,8 @@ def window_record(
         prediction_error=error,
         rank_correlation=correlation,
         plan_digest=plan.digest,
-        engine_steps=tuple(r.steps for r in ordered) if all(r.steps for r in ordered) else (),
+        engine_steps=tuple(r.steps for r in ordered) if most else (),
+        idle_steps=tuple(most - r.steps if r.ran_dry else 0 for r in ordered) if most else (),
         spans=tuple(span for r in ordered for span in r.spans),
     )
 

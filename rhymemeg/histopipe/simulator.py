@@ -118,6 +118,7 @@ class _Engine:
             self.stolen,
             self.migrated,
             tuple(self.spans),
+            self.idle_since is not None,
         )
 
 

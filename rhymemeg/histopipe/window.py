@@ -147,6 +147,14 @@ class EngineLedger(Generic[Key]):
     def running(self) -> int:
         return len(self._running) + len(self._running_early)
 
+    def running_keys(self) -> tuple[Key, ...]:
+        """Requests of this step that run, in the order of starting."""
+        return tuple(self._running)
+
+    def is_early(self, key: Key) -> bool:
+        """Runs, and belongs to the next step."""
+        return key in self._running_early
+
     @property
     def waiting(self) -> int:
         """Requests of this step that are to start here."""

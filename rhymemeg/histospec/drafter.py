@@ -18,7 +18,7 @@ all ranks of a tensor-parallel engine draft alike as long as their cost models a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
@@ -124,6 +124,11 @@ class Drafter:
         else:
             prepared = [self._load(prompt_id, prompts[prompt_id]) for prompt_id in new]
         self._prompts.update(zip(new, prepared))
+
+    @property
+    def prompts(self) -> Collection[int]:
+        """Prompts that are loaded."""
+        return self._prompts.keys()
 
     def _load(self, prompt_id: int, prompt_ids: Sequence[int] | NDArray[Any]) -> _Prompt:
         visits = [] if self.history is None else self.history.get(prompt_id, prompt_ids)

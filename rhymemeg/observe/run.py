@@ -17,7 +17,7 @@ from rhymemeg.observe.display import Display
 from rhymemeg.observe.run_dir import RunDirectory
 from rhymemeg.parallel import failure
 from rhymemeg.parallel.runtime import Runtime, init_runtime, shutdown
-from rhymemeg.rollout.samples import Prompt, Sample
+from rhymemeg.rollout.samples import Sample
 from rhymemeg.trainer import Trainer
 
 
@@ -35,26 +35,29 @@ class Run:
         """Add times and rates to the step's numbers; write and show them (rank 0)."""
         seconds = self.clock.metrics()
         total, rollout = seconds["perf/step_time"], seconds.get("timing_s/rollout", 0.0)
-        tokens = metrics["rollout/tokens"]
+        tokens = metrics.get("rollout/tokens", 0.0)
         numbers = dict(metrics) | seconds
         numbers["perf/rollout_time"] = rollout
         numbers["perf/rollout_tokens_per_sec"] = tokens / rollout if rollout else 0.0
         numbers["perf/tokens_per_gpu_per_sec"] = (
-            (tokens + metrics["rollout/prompt_tokens"]) / total / self.runtime.world_size
+            (tokens + metrics.get("rollout/prompt_tokens", 0.0)) / total / self.runtime.world_size
         )
         if self.directory is not None:
             self.directory.log(step, numbers)
         self.display.step(step, numbers)
 
-    def write_samples(self, step: int, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> None:
-        """samples/step_N.jsonl with the samples of all ranks (rank 0 collects and writes), every
-        --save-samples-interval steps."""
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """The window's line of windows.jsonl, and every --save-samples-interval steps samples/step_N.jsonl with the
+        samples that all ranks trained (rank 0 collects and writes)."""
+        if self.directory is not None and self.trainer.record is not None:
+            self.directory.write_window(self.trainer.record)
         interval = self.trainer.config.run.save_samples_interval
         if not interval or step % interval:
             return
         everyone = self.runtime.gather_object(list(samples), dst=0)
         if self.directory is not None and everyone is not None:
             ordered = sorted((s for part in everyone for s in part), key=lambda s: s.sample_id)
+            prompts = [p for at in range(max(step - 1, 0), step + 1) for p in self.trainer.prompts_at(at)]
             self.directory.write_samples(f"step_{step}", ordered, {p.prompt_id: p for p in prompts})
 
     def finish(self) -> None:

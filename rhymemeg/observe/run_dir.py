@@ -4,7 +4,8 @@ config.yaml            every option as resolved
 metrics.jsonl          a line a step, in order, and one of eval/* after the last; a run that resumes cuts off what
                        lies after the step that it resumes at
 tensorboard/           the same numbers as TensorBoard events
-samples/step_N.jsonl   a line a sample
+windows.jsonl          a line a rollout window (`rhymemeg.histopipe.record`), cut off likewise
+samples/step_N.jsonl   a line a sample that was trained in step N
 summary.json           what the run came to
 checkpoints/           see rhymemeg.parallel.checkpoint
 """
@@ -22,6 +23,7 @@ from typing import IO, Any
 
 from rhymemeg.config import Config
 from rhymemeg.errors import ConfigError
+from rhymemeg.histopipe.record import WindowRecord, append_window, read_windows
 from rhymemeg.observe.files import write_atomically
 from rhymemeg.rollout.samples import Prompt, Sample
 
@@ -74,6 +76,7 @@ class RunDirectory:
             (self.path / "checkpoints").mkdir(exist_ok=True)
             write_atomically(self.path / "config.yaml", config.to_yaml())
             self.history = self._keep_before(first_step)
+            self._keep_windows_before(first_step)
             # Stays open for the run; a line is on disk once it is whole.
             self._metrics: IO[str] = (self.path / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         except OSError as error:
@@ -97,6 +100,15 @@ class RunDirectory:
                     kept.append(row)
         write_atomically(file, "".join(json.dumps(row) + "\n" for row in kept))
         return kept
+
+    def _keep_windows_before(self, first_step: int) -> None:
+        file = self.path / "windows.jsonl"
+        records = read_windows(file) if first_step and file.exists() else []
+        write_atomically(file, "".join(r.to_json() + "\n" for r in records if r.step < first_step))
+
+    def write_window(self, record: WindowRecord) -> None:
+        """Append a window."""
+        append_window(self.path / "windows.jsonl", record)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the step's numbers; those that are not finite are written as null."""

@@ -7,7 +7,6 @@ errors (`_se`) are over prompts, since the samples of one prompt are not indepen
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,9 +14,9 @@ from rhymemeg.rl.exchange import SampleSummary
 
 
 def _by_prompt(summaries: Sequence[SampleSummary], values: np.ndarray) -> list[np.ndarray]:
-    prompts = np.array([s.sample_id.prompt_id for s in summaries])
-    order = np.argsort(prompts, kind="stable")
-    cuts = np.flatnonzero(np.diff(prompts[order])) + 1
+    groups = np.array([(s.sample_id.prompt_id, s.sample_id.step) for s in summaries])
+    order = np.lexsort(groups.T)
+    cuts = np.flatnonzero(np.diff(groups[order], axis=0).any(axis=1)) + 1
     return np.split(values[order], cuts)
 
 
@@ -30,7 +29,9 @@ def mean_and_error(groups: Sequence[np.ndarray]) -> tuple[float, float]:
 
 def reward_metrics(summaries: Sequence[SampleSummary]) -> dict[str, float]:
     """Mean, spread and range of the rewards, and the share of groups whose samples all got the same reward (which teach
-    nothing under a group-normalised advantage)."""
+    nothing under a group-normalised advantage). Nothing without samples."""
+    if not summaries:
+        return {}
     rewards = np.array([s.reward for s in summaries])
     groups = _by_prompt(summaries, rewards)
     return {
@@ -43,7 +44,9 @@ def reward_metrics(summaries: Sequence[SampleSummary]) -> dict[str, float]:
 
 
 def rollout_metrics(summaries: Sequence[SampleSummary]) -> dict[str, float]:
-    """Lengths in tokens, and the share of samples that ran into the limit."""
+    """Lengths in tokens, and the share of samples that ran into the limit. Nothing without samples."""
+    if not summaries:
+        return {}
     lengths = np.array([s.response_len for s in summaries])
     return {
         "rollout/samples": float(len(lengths)),
@@ -54,28 +57,6 @@ def rollout_metrics(summaries: Sequence[SampleSummary]) -> dict[str, float]:
         "rollout/response_len_p90": float(np.percentile(lengths, 90)),
         "rollout/response_len_max": float(lengths.max()),
         "rollout/truncated": float(np.mean([s.truncated for s in summaries])),
-    }
-
-
-@dataclass(frozen=True)
-class EngineWork:
-    """What the engine of a rank did in a window: engine steps with work, and seconds from the window's start until its
-    last sample was finished."""
-
-    engine: int
-    steps: int
-    seconds: float
-
-
-def engine_metrics(work: Sequence[EngineWork]) -> dict[str, float]:
-    """Idle shares of a window that lasts until the slowest engine is done, by seconds and by engine steps (which noise on
-    the machine does not touch), and the engine steps in all."""
-    engines = list({w.engine: w for w in work}.values())
-    seconds, steps = np.array([w.seconds for w in engines]), np.array([w.steps for w in engines])
-    return {
-        "rollout/idle_share": float(1 - seconds.mean() / max(seconds.max(), 1e-9)),
-        "rollout/idle_step_share": float(1 - steps.mean() / max(steps.max(), 1)),
-        "rollout/engine_steps": float(steps.sum()),
     }
 
 

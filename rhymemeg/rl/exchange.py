@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rhymemeg.rollout.samples import Sample, SampleId
+from rhymemeg.rollout.wire import pack_numbers, unpack_numbers
 
 
 class Fabric(Protocol):
@@ -53,7 +54,7 @@ def share_summaries(samples: Sequence[Sample], fabric: Fabric) -> list[SampleSum
         ],
         np.float64,
     ).reshape(-1, 9)  # fmt: skip
-    parts = _all_gather_rows(rows, fabric)
+    parts = all_gather_rows(rows, fabric)
     return sorted(
         SampleSummary(
             SampleId(int(r[0]), int(r[1]), int(r[2])),
@@ -68,7 +69,7 @@ def share_summaries(samples: Sequence[Sample], fabric: Fabric) -> list[SampleSum
     )
 
 
-def _all_gather_rows(rows: npt.NDArray[np.float64], fabric: Fabric) -> npt.NDArray[np.float64]:
+def all_gather_rows(rows: npt.NDArray[np.float64], fabric: Fabric) -> npt.NDArray[np.float64]:
     """Concatenate [n_r, k] arrays of all ranks, in rank order."""
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(fabric.world_size)]
     dist.all_gather(counts, torch.tensor([len(rows)]), group=fabric.control_group)
@@ -80,58 +81,13 @@ def _all_gather_rows(rows: npt.NDArray[np.float64], fabric: Fabric) -> npt.NDArr
     return np.concatenate([part.numpy()[: int(count)] for part, count in zip(parts, counts)])
 
 
-def pack(sample: Sample) -> npt.NDArray[np.int64]:
-    """A sample as one int64 array: header, prompt, response, versions, log-probabilities (as the bits of float64)."""
-    sid = sample.sample_id
-    header = (
-        sid.step,
-        sid.prompt_id,
-        sid.sample_index,
-        sample.engine,
-        len(sample.prompt_ids),
-        len(sample.response_ids),
-    )
-    return np.concatenate(
-        [
-            np.array(header, np.int64),
-            np.array(sample.prompt_ids, np.int64),
-            np.array(sample.response_ids, np.int64),
-            np.array(sample.versions, np.int64),
-            np.array(sample.log_probs, np.float64).view(np.int64),
-        ]
-    )
-
-
-def unpack_all(buffer: npt.NDArray[np.int64]) -> list[Sample]:
-    """Inverse of concatenated `pack`s."""
-    samples, at = [], 0
-
-    def take(n: int) -> npt.NDArray[np.int64]:
-        nonlocal at
-        at += n
-        return buffer[at - n : at]
-
-    while at < len(buffer):
-        step, prompt_id, index, engine, p, r = (int(x) for x in take(6))
-        prompt, response, versions, log_probs = take(p), take(r), take(r), take(r)
-        samples.append(
-            Sample(
-                SampleId(step, prompt_id, index),
-                tuple(prompt.tolist()),
-                response.tolist(),
-                log_probs.view(np.float64).tolist(),
-                versions.tolist(),
-                engine=engine,
-            )
-        )
-    return samples
-
-
 def exchange(outgoing: Sequence[Sequence[Sample]], fabric: Fabric) -> dict[SampleId, Sample]:
     """All-to-all of samples: `outgoing[r]` are this rank's samples that rank r needs. Returns what this rank received
     (with what it keeps itself), by id. Rewards and text stay behind: the summaries carry what training needs."""
-    buffers = [np.concatenate([pack(s) for s in samples]) if samples else np.zeros(0, np.int64) for samples in outgoing]
-    return {s.sample_id: s for part in _all_to_all(buffers, fabric) for s in unpack_all(part)}
+    buffers = [
+        np.concatenate([pack_numbers(s) for s in samples]) if samples else np.zeros(0, np.int64) for samples in outgoing
+    ]
+    return {s.sample_id: s for part in _all_to_all(buffers, fabric) for s in unpack_numbers(part)}
 
 
 def exchange_bytes(outgoing: Sequence[bytes], fabric: Fabric) -> list[bytes]:

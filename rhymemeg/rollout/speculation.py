@@ -1,19 +1,20 @@
-"""HistoSpec in a run: the history of each engine, and the drafter that uses it.
+"""HistoSpec in a run: the history of all prompts, and the drafter of each engine that uses it.
 
     speculation = Speculation(options, arch, engine, runtime, tokenizer_name)
-    speculation.begin(step, prompts, engine_of)      before a window: fetch and index the history of this engine's
-    prompts ... the engine drafts by itself while it runs ...
-    metrics = speculation.end(samples, prompts)      after the rewards: record what was generated, forget the index
+    speculation.begin(prompts, engines_of)       before a window: fetch and index the history of this engine's prompts
+    ... the engine drafts by itself while it runs; `lend` and `borrow` where requests change engine meanwhile ...
+    speculation.release()                        after it: forget the index and what was borrowed
+    metrics = speculation.record(samples, ...)   after the rewards: keep what was generated
 
-The history of a prompt lives on the leader rank of the engine that sampled it last. When another engine is to sample
-it, it moves there, as bytes, before the window; the other ranks of a tensor-parallel engine get a copy for the window,
-since all of them must draft alike. Who holds what follows from the plans alone, which are the same on every rank.
+Each prompt has a *home*, the leader rank of one engine, which keeps its history from epoch to epoch. Engines that sample
+the prompt get a copy for the window, all ranks of a tensor-parallel engine alike, since all of them must draft alike; what
+they generate goes back to the home. So responses of one prompt can be sampled anywhere, and where is up to the plan.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from rhymemeg.parallel.runtime import Runtime
 from rhymemeg.rl.exchange import exchange_bytes
 from rhymemeg.rollout.engine import RolloutEngine
 from rhymemeg.rollout.samples import Prompt, Sample
+from rhymemeg.rollout.wire import pack_samples, unpack_samples
 
 GIB = 1 << 30
 
@@ -72,75 +74,97 @@ class Speculation:
             cost,
         )
         self.watchdog = Watchdog()
-        self._holder: dict[int, int] = {}  # prompt -> the rank that has its history
+        self.warning: str | None = None
+        """What the watchdog says of the last window."""
+        self._prompt_ids: dict[int, tuple[int, ...]] = {}  # of the window's prompts, whatever engine they are on
+        self._borrowed: set[int] = set()
         attach(engine.vllm.model_runner, self.drafter)
 
+    def home(self, prompt_id: int) -> int:
+        """The rank that keeps the history of a prompt."""
+        return prompt_id % self.engine.num_engines * self.engine.spec.tensor_parallel_size
+
     def warm_start(self, path: str, prompts: Sequence[Prompt], encode: Any) -> int:
-        """Begin with the responses of a file. Every engine leader reads it; prompt p starts on engine p mod engines.
-        Returns the number of prompts that have history."""
-        ranks = self.engine.spec.tensor_parallel_size
-        place = {p.prompt_id: (p.prompt_id % self.engine.num_engines) * ranks for p in prompts}
+        """Begin with the responses of a file, which every engine leader reads. Returns the number of prompts that have
+        history."""
         mine = [
-            KnownPrompt(p.prompt_id, p.text, p.token_ids) for p in prompts if place[p.prompt_id] == self.runtime.rank
+            KnownPrompt(p.prompt_id, p.text, p.token_ids)
+            for p in prompts
+            if self.home(p.prompt_id) == self.runtime.rank
         ]
         warm_start(self.history, path, mine, encode)
-        for held in self.runtime.all_gather_object(list(self.history)):
-            self._holder.update({prompt_id: place[prompt_id] for prompt_id in held})
-        return len(self._holder)
+        return sum(self.runtime.all_gather_object(len(self.history)))
 
-    def begin(self, prompts: Sequence[Prompt], engine_of: Mapping[int, int]) -> None:
-        """Bring the history of `prompts` to the ranks of the engines that will sample them, and index it."""
-        size, rank = self.engine.spec.tensor_parallel_size, self.runtime.rank
+    # -------------------------------------------------------------------------------------------------------- window
+
+    def begin(self, prompts: Sequence[Prompt], engines_of: Mapping[int, Collection[int]]) -> None:
+        """Bring the history of `prompts` to the ranks of the engines that will sample them, and index it there."""
+        size, rank, mine = self.engine.spec.tensor_parallel_size, self.runtime.rank, self.engine.engine_index
+        at_home = [p.prompt_id for p in prompts if self.home(p.prompt_id) == rank and p.prompt_id in self.history]
         outgoing = [b""] * self.runtime.world_size
-        moved: set[int] = set()
         for target in range(self.runtime.world_size):
-            wanted = [
-                p.prompt_id
-                for p in prompts
-                if engine_of[p.prompt_id] == target // size and self._holder.get(p.prompt_id) == rank and target != rank
-            ]
-            if wanted:
+            wanted = [p for p in at_home if target // size in engines_of[p]]
+            if wanted and target != rank:
                 outgoing[target] = self.history.export(wanted)
-                moved.update(p for p in wanted if engine_of[p] != self.engine.engine_index)
+        here = {p.prompt_id: p.token_ids for p in prompts if mine in engines_of[p.prompt_id]}
         for source, data in enumerate(exchange_bytes(outgoing, self.runtime)):
             if data:
-                self.history.merge(data, f"history moved from rank {source}")
-        for prompt_id in moved:
-            self.history.discard(prompt_id)
-        for p in prompts:
-            if p.prompt_id in self._holder:
-                self._holder[p.prompt_id] = engine_of[p.prompt_id] * size
-        here = {p.prompt_id: p.token_ids for p in prompts if engine_of[p.prompt_id] == self.engine.engine_index}
+                self.history.merge(data, f"history from rank {source}")
+        self._borrowed = {p for p in here if self.home(p) != rank}
+        self._prompt_ids = {p.prompt_id: p.token_ids for p in prompts}
         self.drafter.load(here)
 
-    def forget(self) -> None:
-        """After a window whose samples are not to become history."""
+    def lend(self, prompt_ids: Iterable[int]) -> bytes:
+        """History of these prompts, as far as it is here, for an engine that takes over some of their requests."""
+        return self.history.export(prompt_ids)
+
+    def borrow(self, prompt_ids: Iterable[int], data: bytes) -> None:
+        """Take in what another engine lent, in the middle of a window."""
+        new = [p for p in prompt_ids if p not in self.drafter.prompts]
+        if any(p not in self.history for p in new):
+            self.history.merge(data, "borrowed history")
+        self._borrowed |= {p for p in new if self.home(p) != self.runtime.rank}
+        self.drafter.load({p: self._prompt_ids[p] for p in new})
+
+    def release(self) -> None:
+        """The window is over."""
         self.drafter.release()
+        for prompt_id in self._borrowed:
+            self.history.discard(prompt_id)
+        self._borrowed, self._prompt_ids = set(), {}
+
+    def forget(self) -> None:
+        """Drop the counters of a window whose samples are not to become history."""
         self.drafter.counters = Counters()
 
-    def end(
-        self, step: int, samples: Sequence[Sample], prompts: Sequence[Prompt], engine_of: Mapping[int, int]
-    ) -> dict[str, float]:
-        """Record this engine's samples (with rewards) for the next epoch. Returns `histospec/*` of all engines."""
-        self.drafter.release()
-        if self.engine.is_leader:
-            groups: dict[int, list[Sample]] = {}
-            for sample in samples:
-                groups.setdefault(sample.sample_id.prompt_id, []).append(sample)
-            for prompt_id, group in groups.items():
-                self.history.record(
-                    prompt_id,
-                    group[0].prompt_ids,
-                    [s.response_ids for s in group],
-                    [s.reward or 0.0 for s in group],
-                    step=step,
-                    versions=[max(s.versions, default=-1) for s in group],
-                )
-        else:
-            for prompt_id in list(self.history):
-                self.history.discard(prompt_id)
-        size = self.engine.spec.tensor_parallel_size
-        self._holder.update({p.prompt_id: engine_of[p.prompt_id] * size for p in prompts})
+    # ------------------------------------------------------------------------------------------------------- history
+
+    def record(self, samples: Sequence[Sample], next_uses: Iterable[int] = ()) -> dict[str, float]:
+        """Keep these samples of this rank, complete and rewarded, for the next epoch. `next_uses`: prompts in the order in
+        which they will be sampled again; what comes last is dropped first where memory is short. Returns `histospec/*`
+        of all engines."""
+        outgoing: list[list[Sample]] = [[] for _ in range(self.runtime.world_size)]
+        for sample in samples:
+            outgoing[self.home(sample.sample_id.prompt_id)].append(sample)
+        if self.history.budget_bytes and self.history.num_bytes > self.history.budget_bytes // 2:
+            self.history.set_next_uses(p for p in next_uses if self.home(p) == self.runtime.rank)
+        groups: dict[tuple[int, int], list[Sample]] = {}
+        for data in exchange_bytes([pack_samples(part) for part in outgoing], self.runtime):
+            for sample in unpack_samples(data):
+                groups.setdefault((sample.sample_id.step, sample.sample_id.prompt_id), []).append(sample)
+        for (step, prompt_id), group in sorted(groups.items()):
+            group.sort(key=lambda s: s.sample_id)
+            self.history.record(
+                prompt_id,
+                group[0].prompt_ids,
+                [s.response_ids for s in group],
+                [s.reward or 0.0 for s in group],
+                step=step,
+                versions=[max(s.versions, default=-1) for s in group],
+            )
+        return self._metrics()
+
+    def _metrics(self) -> dict[str, float]:
         counters, self.drafter.counters = self.drafter.counters, Counters()
         parts = self.runtime.all_gather_object(
             (counters, self.history.num_bytes, self.history.num_tokens) if self.engine.is_leader else None
@@ -148,9 +172,20 @@ class Speculation:
         leaders = [part for part in parts if part is not None]
         total = sum((part[0] for part in leaders), Counters())
         held_bytes, held_tokens = sum(part[1] for part in leaders), sum(part[2] for part in leaders)
-        warning = self.watchdog.update(self.engine.version, total.drafted, total.accepted)
+        self.warning = self.watchdog.update(self.engine.version, total.drafted, total.accepted)
         return total.metrics() | {
             "histospec/history_bytes": float(held_bytes),
             "histospec/history_bytes_per_token": held_bytes / held_tokens if held_tokens else 0.0,
-            "histospec/watchdog": float(warning is not None),
+            "histospec/watchdog": float(self.warning is not None),
         }
+
+    def save(self) -> bytes:
+        """The history that is at home here, for the checkpoint."""
+        return self.history.export()
+
+    def restore(self, pieces: Iterable[bytes]) -> None:
+        """Inverse of `save`: the pieces of all ranks of the run that was saved; what is at home here is kept."""
+        for data in pieces:
+            self.history.merge(data, "history in the checkpoint")
+            for prompt_id in [p for p in self.history if self.home(p) != self.runtime.rank]:
+                self.history.discard(prompt_id)

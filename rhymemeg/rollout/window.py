@@ -101,14 +101,15 @@ def run_samples(
         tokens += output.tokens
         now = time.monotonic()
         if now > deadline:
-            raise RolloutError(_unfinished_message(engine, timeout))
+            raise RolloutError(unfinished_message(engine, timeout))
         if progress and engine.is_leader and (now >= report_at or not engine.has_unfinished()):
             report_at = now + PROGRESS_INTERVAL
             progress(Progress(tokens, len(finished), output.running, output.waiting))
     return sorted(finished, key=lambda s: s.sample_id) if engine.is_leader else []
 
 
-def _unfinished_message(engine: RolloutEngine, timeout: float) -> str:
+def unfinished_message(engine: RolloutEngine, timeout: float) -> str:
+    """What an engine says that is out of time."""
     left = engine.unfinished
     named = ", ".join(f"{s.sample_id} ({len(s.response_ids)} tokens)" for s in left[:8])
     more = f" and {len(left) - 8} more" if len(left) > 8 else ""

@@ -39,6 +39,7 @@ def record(step=3, **changes):
         prediction_error=float("nan"),
         rank_correlation=0.8,
         engine_steps=(10, 8),
+        idle_steps=(0, 2),
         spans=(Span(0, "3-7-0", 0.0, 4.0, 9, "new", "finished"), Span(0, "3-8-1", 4.0, 10.0, 6, "resumed", "carried")),
     )
     return WindowRecord(**(values | changes))
@@ -67,7 +68,7 @@ def test_broken_records_are_named(tmp_path):
 def test_metrics():
     m = record().metrics()
     assert m["histopipe/idle_share"] == pytest.approx(0.05) and m["histopipe/idle_share_max"] == pytest.approx(0.1)
-    assert m["histopipe/step_idle_share"] == pytest.approx(0.1)
+    assert m["histopipe/step_idle_share"] == pytest.approx(2 / 20)
     assert m["histopipe/stale_token_share"] == pytest.approx(0.05)
     assert m["histopipe/recomputed_token_share"] == pytest.approx(0.1)
     assert "histopipe/prediction_error" not in m, "what is not known is not logged"

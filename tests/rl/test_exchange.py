@@ -1,4 +1,4 @@
-"""Samples survive packing, and the all-to-all brings each to the ranks that asked for it."""
+"""The all-to-all brings each to the ranks that asked for it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from hypothesis import given
-from hypothesis import strategies as st
 
-from rhymemeg.rl.exchange import exchange, exchange_bytes, pack, share_summaries, unpack_all
+from rhymemeg.rl.exchange import exchange, exchange_bytes, share_summaries
 from rhymemeg.rollout.samples import Sample, SampleId
 
 
@@ -27,15 +25,6 @@ def make_sample(step: int, prompt: int, index: int, length: int) -> Sample:
         engine=prompt % 2,
         reward=float(prompt),
     )
-
-
-@given(st.lists(st.integers(0, 30), max_size=8))
-def test_pack_round_trip(lengths: list[int]) -> None:
-    samples = [make_sample(1, i, 0, n) for i, n in enumerate(lengths)]
-    buffer = np.concatenate([pack(s) for s in samples]) if samples else np.zeros(0, np.int64)
-    for before, after in zip(samples, unpack_all(buffer), strict=True):
-        for name in ("sample_id", "prompt_ids", "response_ids", "log_probs", "versions", "engine"):
-            assert getattr(before, name) == getattr(after, name)
 
 
 def _rank(rank: int, world: int, file: str) -> None:
