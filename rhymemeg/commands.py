@@ -26,6 +26,7 @@ class Command:
 
 COMMANDS = {
     "train": Command("rhymemeg.train", "train a model (under torchrun: --module rhymemeg.train)"),
+    "report": Command("rhymemeg.report.command", "write one HTML page about a run"),
 }
 
 
