@@ -40,6 +40,14 @@ class RunOptions(Section):
     train_iters: int = Field(100, ge=0, description="Number of training steps in all (a resumed run counts on).")
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="auto: CUDA if there is a GPU, else CPU.")
     distributed_timeout_minutes: float = Field(10.0, gt=0, description="No collective or wait lasts longer than this.")
+    preemption_grace_seconds: float = Field(
+        25.0,
+        ge=0,
+        description="After SIGTERM, the current step may take this long to end and be saved; 0: stop at once.",
+    )
+    step_budget_minutes: float = Field(
+        30.0, ge=0, description="A step that takes longer leaves the stacks of all ranks in stacks/; 0: never."
+    )
     display: Literal["auto", "live", "lines", "off"] = Field(
         "auto", description="Progress on rank 0: a live panel, a line a step, or nothing. auto: live on a terminal."
     )

@@ -25,10 +25,12 @@ def train(config: Config, arch: ModelArch) -> None:
     """Run all steps of `config` in this rank. Returns when done; errors go through `parallel.failure`."""
     quieten_libraries()
     from rhymemeg.observe.run import open_run
+    from rhymemeg.parallel import failure
 
     with open_run(config, arch) as run:
         trainer, clock = run.trainer, run.clock
         for step in range(trainer.first_step, config.run.train_iters):
+            failure.begin_step(step)
             metrics: dict[str, float] = {}
             with clock.step():
                 if trainer.evaluation_is_due(step):
@@ -49,6 +51,7 @@ def train(config: Config, arch: ModelArch) -> None:
                     with clock.phase("checkpoint"):
                         trainer.save(step + 1)
             run.log_step(step, metrics)
+            run.stop_if_asked(step + 1)
         run.finish()
 
 
@@ -63,7 +66,8 @@ def quieten_libraries() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, check, train. Returns 0 when done and 2 for options that cannot be run; an error while
-    running ends the process with status 1 and SIGTERM with 143 (`rhymemeg.parallel.failure`)."""
+    running ends the process with status 1, SIGTERM with 75 if all that was done is saved and 143 if not
+    (`rhymemeg.parallel.failure`)."""
     from rhymemeg.observe.run_dir import check_output_dir
     from rhymemeg.parallel.runtime import choose_device_type
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rhymemeg.arch import ModelArch
 from rhymemeg.config import Config
@@ -17,6 +18,7 @@ from rhymemeg.observe.display import Display
 from rhymemeg.observe.run_dir import RunDirectory
 from rhymemeg.parallel import failure
 from rhymemeg.parallel.runtime import Runtime, init_runtime, shutdown
+from rhymemeg.parallel.watchdog import StepBudget
 from rhymemeg.rollout.samples import Sample
 from rhymemeg.trainer import Trainer
 
@@ -60,8 +62,22 @@ class Run:
             prompts = [p for at in range(max(step - 1, 0), step + 1) for p in self.trainer.prompts_at(at)]
             self.directory.write_samples(f"step_{step}", ordered, {p.prompt_id: p for p in prompts})
 
+    def stop_if_asked(self, steps_done: int) -> None:
+        """After SIGTERM to any rank (preemption): save what is done and end, with a status that says so."""
+        if not failure.stop_requested(self.runtime):
+            return
+        if not self.trainer.checkpoint_is_due(steps_done):
+            with self.clock.phase("checkpoint"):
+                self.trainer.save(steps_done)
+        failure.begin_step(None)
+        self.display.note(
+            f"stopped by SIGTERM, {steps_done} steps are saved; the same command with --load auto goes on"
+        )
+        raise SystemExit(failure.PREEMPTED)
+
     def finish(self) -> None:
         """Evaluate and export the model, write summary.json, and say where everything is."""
+        failure.begin_step(None)
         steps = self.trainer.config.run.train_iters
         if self.trainer.first_step < steps and self.trainer.evaluation_is_due(steps):
             with self.clock.phase("evaluate"):
@@ -84,6 +100,13 @@ class Run:
         self.display.note(f"run directory: {self.directory.path}")
 
 
+def _status(error: BaseException) -> str:
+    """What the summary of a run says that ended this way."""
+    if isinstance(error, SystemExit):
+        return "preempted" if error.code == failure.PREEMPTED else "stopped"
+    return f"failed: {error}"
+
+
 def _held_out(summary: Mapping) -> str:
     if "eval_first" not in summary:
         return ""
@@ -100,7 +123,9 @@ def open_run(config: Config, arch: ModelArch) -> Iterator[Run]:
     runtime = init_runtime(config.run, config.parallel, config.run.seed)
     with contextlib.ExitStack() as stack:
         stack.callback(shutdown)
-        stack.enter_context(failure.guard(runtime))
+        seconds = 60 * config.run.step_budget_minutes
+        budget = StepBudget(seconds, Path(config.run.output_dir) / "stacks", runtime.rank) if seconds else None
+        stack.enter_context(failure.guard(runtime, config.run.preemption_grace_seconds, budget))
         first = runtime.rank == 0
         title = f"RhymeMeg  {config.model.hf_checkpoint}  {runtime.world_size} ranks ({runtime.device_type})"
         display = Display(config.run.display if first else "off", config.run.train_iters, title)
@@ -118,9 +143,10 @@ def open_run(config: Config, arch: ModelArch) -> Iterator[Run]:
             if first:
                 directory = RunDirectory(config, trainer.first_step)
                 stack.callback(directory.close)
+                directory.write_summary("running")  # what stays if all processes are killed
             yield Run(runtime, clock, display, trainer, directory)
         except BaseException as error:
             failure.report(error)  # now, and not when engine and workers have been closed
             if directory is not None:  # the steps so far are worth a summary whatever ended the run
-                directory.write_summary("stopped" if isinstance(error, SystemExit) else f"failed: {error}")
+                directory.write_summary(_status(error))
             raise

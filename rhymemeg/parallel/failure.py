@@ -9,15 +9,17 @@ Inside the guard a background thread watches the other ranks, so that a lost ran
 * **An exception in a rank** ends all ranks with a non-zero status and is shown once, with the rank and the phase: one
   sentence for a `RhymeMegError`, a traceback for anything else (that is a defect). When all ranks raise the same, one
   speaks.
-* **A rank that dies** (SIGKILL, out of memory, machine lost) is noticed within 30 s: at once on the same host, where
-the
+* **A rank that dies** (SIGKILL, out of memory, machine lost) is noticed within 30 s: at once on the same host, where the
   process is looked at, and by the heartbeat elsewhere. The survivors say which rank it was, its process id and host,
   and stop.
 * **A collective that times out or loses its peer** is explained by the rank behind it where one is known, else by the
   phases that the ranks were last in.
-* **SIGTERM** raises `SystemExit(143)` in the main thread, so that open files are closed; a main thread that does not
-return
-  within `GRACE` seconds is ended.
+* **SIGTERM** (preemption) during the step loop lets the current step end, within `grace` seconds: the loop asks
+  `stop_requested` after each step, saves, and ends by `SystemExit(PREEMPTED)`. It is enough that one rank gets the
+  signal. At any other time, without `grace`, or when it has run out, SIGTERM raises `SystemExit(143)` in the main thread,
+  so that open files are closed; a main thread that does not return within `GRACE` seconds is ended.
+* **A step that exceeds its budget** is reported once, with the phase of every rank, and all ranks write their stacks
+  (`watchdog`).
 
 Ranks talk through torch's TCP store (under torchrun it lives in torchrun's own process and survives any rank). Each
 rank writes its own line and reads one on another host, so that the store's load grows with the number of ranks and not
@@ -46,10 +48,12 @@ import torch.distributed as dist
 
 from rhymemeg.errors import RhymeMegError
 from rhymemeg.parallel.runtime import Runtime
+from rhymemeg.parallel.watchdog import StepBudget
 
 BEAT = 1.0  # seconds between heartbeats
 SILENCE = 20.0  # seconds without a heartbeat after which a rank on another host counts as lost
-TERMINATED = 128 + signal.SIGTERM  # exit status after SIGTERM
+TERMINATED = 128 + signal.SIGTERM  # exit status after SIGTERM, nothing saved
+PREEMPTED = os.EX_TEMPFAIL  # 75: exit status after SIGTERM with a checkpoint of all that was done; start again to go on
 GRACE = 5.0  # seconds that a rank has to end by itself
 
 # How the errors of a broken or timed-out collective read; they are consequences, not causes.
@@ -74,11 +78,25 @@ def report(error: BaseException) -> None:
         _current.report(error)
 
 
+def begin_step(step: int | None) -> None:
+    """A step of the loop begins; None: the loop is over."""
+    if _current is not None:
+        _current.begin_step(step)
+
+
+def stop_requested(runtime: Runtime) -> bool:
+    """Whether any rank was told to stop (SIGTERM) since the loop began. Collective."""
+    guard = _current
+    if guard is None or guard.grace <= 0:  # the same on all ranks
+        return False
+    return runtime.reduce_max(float(guard.stop_asked)) > 0
+
+
 @contextlib.contextmanager
-def guard(runtime: Runtime) -> Iterator[None]:
+def guard(runtime: Runtime, grace: float = 0.0, budget: StepBudget | None = None) -> Iterator[None]:
     """Around everything that a rank does after `init_runtime`. See the module. Ends by `SystemExit` after an error."""
     global _current
-    with Guard(runtime) as _current:
+    with Guard(runtime, grace, budget) as _current:
         try:
             yield
         finally:
@@ -100,8 +118,12 @@ class Beat:
 class Guard:
     """The context manager behind `guard`."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, grace: float = 0.0, budget: StepBudget | None = None) -> None:
         self.rank, self.world_size = runtime.rank, runtime.world_size
+        self.grace, self._budget = grace, budget
+        self.stop_asked = False  # SIGTERM came while steps are done
+        self._step: int | None = None
+        self._stop_by = float("inf")  # when the grace has run out
         self.phase = "start"
         self.host = socket.gethostname()
         self._count = 0
@@ -113,7 +135,9 @@ class Guard:
         self._speaking = threading.RLock()
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
-        self._store: Any = dist.PrefixStore("rhymemeg/failure", store)
+        # Torchrun keeps its store over restarts: what an earlier attempt wrote there is not about this one.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store: Any = dist.PrefixStore(f"rhymemeg/failure/{attempt}", store)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         first = self.rank - int(os.environ.get("LOCAL_RANK", "0"))
         # Every rank looks at the processes of its host and at the heartbeat of one rank of the next host.
@@ -142,7 +166,7 @@ class Guard:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._leaving = True
-        if error is None or (isinstance(error, SystemExit) and not error.code):
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0, PREEMPTED)):
             self._finish()
             return
         if isinstance(error, SystemExit):
@@ -152,7 +176,7 @@ class Guard:
             return
         self.report(error)
         self._leave()
-        raise SystemExit(1) from None
+        raise SystemExit(TERMINATED if self._terminated else 1) from None
 
     def report(self, error: BaseException) -> None:
         """See the function of this name."""
@@ -176,8 +200,18 @@ class Guard:
         os.close(self._read_end)
         os.close(self._write_end)
 
+    def begin_step(self, step: int | None) -> None:
+        """See the function of this name."""
+        self._step = step
+        if step is None:
+            self._stop_by = float("inf")  # what was done is saved
+        if self._budget is not None:
+            self._budget.begin(step)
+
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        if not self._leaving:
+        if self.grace > 0 and self._step is not None:
+            self.stop_asked = True  # the watching thread sees to it that this does not take for ever
+        elif not self._leaving:
             raise SystemExit(TERMINATED)
 
     # ------------------------------------------------------------------------------------------------------ messages
@@ -215,7 +249,47 @@ class Guard:
         # Torchrun answers the death of a rank with SIGTERM to the others: look for one before calling this a request.
         with self._speaking:
             if not self._published() and not self._report_dead():
-                self._publish(f"rhymemeg: rank {self.rank} was told to stop (SIGTERM) in phase {self.phase!r}")
+                late = f"; step {self._step} did not end within {self.grace:.0f} s, nothing is saved"
+                self._publish(
+                    f"rhymemeg: rank {self.rank} was told to stop (SIGTERM) in phase {self.phase!r}"
+                    + (late if time.monotonic() >= self._stop_by else "")
+                )
+
+    def _begin_stop(self) -> bool:
+        """SIGTERM has come: whether the current step may end first. False if the signal is torchrun's answer to a dead
+        rank."""
+        if self.grace <= 0 or self._step is None or self._published() or self._report_dead():
+            return False
+        if self._stop_by == float("inf"):
+            self._stop_by = time.monotonic() + self.grace
+            if self._is_first("stop"):
+                _print(f"rhymemeg: SIGTERM: saving after step {self._step} if it ends within {self.grace:.0f} s")
+        return True
+
+    def _is_first(self, key: str) -> bool:
+        """Whether this rank is the first to have something to say of `key`, so that only one does."""
+        with contextlib.suppress(Exception):
+            return bool(self._store.add(f"said/{key}", 1) == 1)
+        return False
+
+    def _look_at_budget(self) -> None:
+        budget = self._budget
+        step = budget.exceeded(self.phase) if budget is not None else None
+        if budget is None or step is None or not self._is_first(f"budget/{step}"):
+            return
+        silent = self._silent_ranks()
+        unheard = f"; nothing is heard of rank {_some(silent)}" if silent else ""
+        _print(
+            f"rhymemeg: warning: step {step} takes longer than {budget.seconds:g} s; the ranks are in {self._phases()}"
+            f"{unheard}; their stacks are in {budget.folder}"
+        )
+
+    def _silent_ranks(self) -> list[int]:
+        """Ranks without a heartbeat for a few seconds: stopped, or stuck in native code. Takes that long."""
+        before = {rank: self._read(rank) for rank in range(self.world_size) if rank != self.rank}
+        time.sleep(3 * BEAT)
+        after = {rank: self._read(rank) for rank in before}
+        return [rank for rank, beat in before.items() if beat is not None and not beat.done and beat == after[rank]]
 
     def _publish(self, message: str, is_cause: bool = True) -> None:
         """Tell all ranks that the run is over. Shown is the first cause, and what follows from it only if there is
@@ -244,8 +318,7 @@ class Guard:
                 by_phase.setdefault(beat.phase, []).append(beat.rank)
         parts = []
         for name, ranks in by_phase.items():
-            more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-            parts.append(f"{name!r}: rank {', '.join(map(str, ranks[:8]))}{more}")
+            parts.append(f"{name!r}: rank {_some(ranks)}")
         return "; ".join(parts)
 
     # ------------------------------------------------------------------------------------------------------ watching
@@ -302,15 +375,19 @@ class Guard:
     def _watch_until_over(self) -> None:
         next_beat = 0.0
         while not self._over.is_set():
+            asked = False
             with contextlib.suppress(OSError, ValueError):
                 readable, _, _ = select.select([self._read_end], [], [], 0.25)
-                if readable and signal.SIGTERM in os.read(self._read_end, 64):
-                    self._terminated = True
+                asked = bool(readable) and signal.SIGTERM in os.read(self._read_end, 64)
             if self._over.is_set():
                 break
-            if self._terminated:
+            if asked and not self._begin_stop():
+                self._terminated = True
+            if self._terminated or time.monotonic() >= self._stop_by:
+                self._terminated = True
                 self._say_terminated()
                 self._end_process(TERMINATED)
+            self._look_at_budget()
             over = self._report_dead()
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT
@@ -338,6 +415,11 @@ class Guard:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def _some(ranks: list[int]) -> str:
+    """The first few of a list of ranks."""
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def _is_consequence(error: BaseException) -> bool:

@@ -1,6 +1,6 @@
 """The failure tests: how ranks end that run into trouble. Needs no Megatron.
 
-torchrun failure_worker.py MODE            one rank, as in production
+torchrun failure_worker.py MODE OUT_FOLDER one rank, as in production
 failure_worker.py --all OUT_FOLDER         three ranks of every mode at once, forked from one process (importing torch
                                            is what takes long); writes OUT_FOLDER/MODE.json
 """
@@ -11,11 +11,11 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,9 +23,13 @@ import torch.distributed as dist
 
 from rhymemeg.errors import TrainingError
 from rhymemeg.parallel import failure
+from rhymemeg.parallel.runtime import Runtime
+from rhymemeg.parallel.watchdog import StepBudget
 
 RANKS = 3
-MODES = ("fine", "error", "defect", "killed", "killed-idle", "hangs", "terminated", "everyone")
+# Those in which steps are done: SIGTERM lets one end.
+STEPPING = ("preempted", "preempted-late", "killed-in-step", "slow", "stopped")
+MODES = ("fine", "error", "defect", "killed", "killed-idle", "hangs", "terminated", "everyone", *STEPPING)
 
 
 def misbehave(mode: str) -> None:
@@ -44,14 +48,42 @@ def misbehave(mode: str) -> None:
         time.sleep(600)
 
 
-def run(mode: str) -> None:
+def do_steps(mode: str, runtime: Runtime) -> None:
+    """Five steps of a second; in the second one, rank 1 gets into trouble."""
+    for step in range(5):
+        failure.begin_step(step)
+        if step == 1 and runtime.rank == 1:
+            if mode.startswith("preempted"):
+                os.kill(os.getpid(), signal.SIGTERM)
+            if mode == "killed-in-step":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if mode in ("slow", "preempted-late"):
+                failure.phase("slow")
+                time.sleep(6)
+            if mode == "stopped":  # as an engine that no longer answers
+                subprocess.Popen(["sh", "-c", f"sleep 8; kill -CONT {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1)
+        dist.all_reduce(torch.ones(1))
+        if failure.stop_requested(runtime):
+            print(f"rank {runtime.rank} saves after {step + 1} steps", flush=True)
+            raise SystemExit(failure.PREEMPTED)
+    failure.begin_step(None)
+
+
+def run(mode: str, out: Path) -> None:
     """One rank."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=15 if mode == "hangs" else 300))
-    runtime: Any = SimpleNamespace(rank=dist.get_rank(), world_size=dist.get_world_size())
-    with failure.guard(runtime):
+    rank, world_size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    runtime = Runtime(rank, world_size, rank, "cpu", torch.device("cpu"), "gloo", group, timedelta(seconds=300))
+    budget = StepBudget(3.0, out / f"stacks-{mode}", rank)
+    with failure.guard(runtime, grace=3.0 if mode in STEPPING else 0.0, budget=budget):
         failure.phase("rollout")
         dist.all_reduce(torch.ones(1))
         time.sleep(1.5)  # a heartbeat with the phase
+        if mode in STEPPING:
+            do_steps(mode, runtime)
         if mode == "everyone":
             raise TrainingError("the loss is nan")
         if runtime.rank == 1:
@@ -109,4 +141,4 @@ def fork_all(out: Path) -> str | None:
 if __name__ == "__main__":
     chosen = fork_all(Path(sys.argv[2])) if sys.argv[1] == "--all" else sys.argv[1]
     if chosen is not None:
-        run(chosen)
+        run(chosen, Path(sys.argv[-1]))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rhymemeg.errors import CheckpointError, TrainingError
-from rhymemeg.parallel.failure import _alive, _is_consequence
+from rhymemeg.parallel.failure import PREEMPTED, TERMINATED, _alive, _is_consequence
 from tests.parallel.failure_worker import MODES, RANKS
 from tests.parallel.launch import environment, torchrun
 
@@ -22,9 +22,14 @@ KILLED = r"rhymemeg: error: rank 1 \(pid \d+ on \S+\) has died .* in phase 'roll
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("failure")
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> dict[str, dict[str, Any]]:
     """Every mode on three ranks: the exit status of each rank, what they wrote, and how long the longest took."""
-    out = tmp_path_factory.mktemp("failure")
+    out = folder
     command = [sys.executable, str(Path(__file__).parent / "failure_worker.py"), "--all", str(out)]
     subprocess.run(command, check=True, timeout=120, env=environment())
     return {mode: json.loads((out / f"{mode}.json").read_text()) for mode in MODES}
@@ -78,9 +83,52 @@ def test_a_time_out_says_where_the_ranks_are(runs: dict[str, dict[str, Any]]) ->
 
 
 @pytest.mark.distributed
-def test_under_torchrun_the_dead_rank_is_named_too() -> None:
+def test_preemption_lets_the_step_end_and_all_ranks_save(runs: dict[str, dict[str, Any]]) -> None:
+    """One rank gets SIGTERM during step 1."""
+    run = runs["preempted"]
+    assert run["status"] == [PREEMPTED] * RANKS, run["log"]
+    assert messages(run["log"]) == ["rhymemeg: SIGTERM: saving after step 1 if it ends within 3 s"]
+    assert sorted(line for line in run["log"].splitlines() if "saves" in line) == [
+        f"rank {rank} saves after 2 steps" for rank in range(RANKS)
+    ]
+
+
+@pytest.mark.distributed
+def test_preemption_does_not_wait_for_ever(runs: dict[str, dict[str, Any]]) -> None:
+    run = runs["preempted-late"]
+    assert run["status"][1] == TERMINATED, run
+    assert all(status not in (0, PREEMPTED) for status in run["status"])
+    assert "saves" not in run["log"]
+    assert any("step 1 did not end within 3 s, nothing is saved" in line for line in messages(run["log"])), run["log"]
+
+
+@pytest.mark.distributed
+def test_a_rank_that_dies_during_a_step_is_no_preemption(runs: dict[str, dict[str, Any]]) -> None:
+    run = runs["killed-in-step"]
+    assert run["status"][1] == -9 and all(status not in (0, PREEMPTED) for status in run["status"])
+    assert len(messages(run["log"])) == 1 and "has died" in messages(run["log"])[0], run["log"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", ["slow", "stopped"])
+def test_a_step_over_its_budget_leaves_stacks(mode: str, runs: dict[str, dict[str, Any]], folder: Path) -> None:
+    """Rank 1 takes 6 s, or is stopped for 8 s, in a step that may take 3 s: the run goes on."""
+    run = runs[mode]
+    assert run["status"] == [0] * RANKS, run["log"]
+    warning = r"rhymemeg: warning: step 1 takes longer than 3 s; the ranks are in .*; their stacks are in .*"
+    assert len(messages(run["log"])) == 1 and re.fullmatch(warning, messages(run["log"])[0]), run["log"]
+    assert ("nothing is heard of rank 1;" in run["log"]) == (mode == "stopped")
+    stacks = {p.name: p.read_text() for p in (folder / f"stacks-{mode}").iterdir()}
+    assert {f"step_1_rank_{rank}.txt" for rank in (0, 2)} <= set(stacks)
+    assert "all_reduce" in stacks["step_1_rank_0.txt"] and "phase 'rollout'" in stacks["step_1_rank_0.txt"]
+    if mode == "slow":
+        assert "in do_steps" in stacks["step_1_rank_1.txt"] and "phase 'slow'" in stacks["step_1_rank_1.txt"]
+
+
+@pytest.mark.distributed
+def test_under_torchrun_the_dead_rank_is_named_too(tmp_path: Path) -> None:
     """Torchrun sends SIGTERM to the survivors at once, which must not be taken for the cause."""
-    run = torchrun(2, "failure_worker.py", "killed", timeout=120)
+    run = torchrun(2, "failure_worker.py", "killed", str(tmp_path), timeout=120)
     assert run.returncode != 0
     assert len(messages(run.stderr)) == 1 and re.fullmatch(KILLED, messages(run.stderr)[0]), run.stderr
     assert "terminate called" not in run.stderr
