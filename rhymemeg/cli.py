@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field, ValidationError
@@ -17,9 +18,20 @@ from rhymemeg.config import Config, first_problem, section_types
 from rhymemeg.errors import ConfigError
 
 
-def parse(argv: list[str], prog: str = "python -m rhymemeg.train") -> tuple[Config, bool]:
-    """Return the configuration and whether `--dry-run` was given. `--help` and wrong options end the process (status 0
-    and 2) after printing; a bad YAML file or value raises ConfigError."""
+@dataclass(frozen=True)
+class DryRun:
+    """What `--dry-run` plans for. `gpu_type` "": this machine; `num_gpus` 0: the ranks that torchrun started."""
+
+    gpu_type: str = ""
+    num_gpus: int = 0
+    mean_response_len: int = 0
+    network_gb_per_s: float = 0.0
+    json: bool = False
+
+
+def parse(argv: list[str], prog: str = "python -m rhymemeg.train") -> tuple[Config, DryRun | None]:
+    """Return the configuration and, if `--dry-run` was given, what it is for. `--help` and wrong options end the process
+    (status 0 and 2) after printing; a bad YAML file or value raises ConfigError."""
     import tyro
 
     class Invocation(Config):
@@ -30,7 +42,16 @@ def parse(argv: list[str], prog: str = "python -m rhymemeg.train") -> tuple[Conf
         """
 
         config: str = Field("", description="YAML file of options, by section or flat.")
-        dry_run: bool = Field(False, description="Check everything, print layout and sizes, and stop.")
+        dry_run: bool = Field(False, description="Check everything, print layout, memory and times, and stop.")
+        gpu_type: str = Field("", description="With --dry-run: plan for this GPU (h100, ...) without having any.")
+        num_gpus: int = Field(0, ge=0, description="With --dry-run: ranks to plan for; 0: those that were started.")
+        mean_response_len: int = Field(
+            0, ge=0, description="With --dry-run: expected mean response in tokens; 0: guess."
+        )
+        network_gb_per_s: float = Field(
+            0.0, ge=0, description="With --dry-run: a GPU's link to other nodes, GB/s; 0: usual for the GPU type."
+        )
+        json_plan: bool = Field(False, description="With --dry-run: print the plan as JSON.")
 
     base = Config.load_yaml(file) if (file := _config_file(argv)) else Config()
     default = Invocation(**{name: getattr(base, name) for name in Config.model_fields}, config=file)
@@ -50,7 +71,10 @@ def parse(argv: list[str], prog: str = "python -m rhymemeg.train") -> tuple[Conf
             )
     except ValidationError as error:
         raise ConfigError(first_problem(error)) from None
-    return Config(**{name: getattr(given, name) for name in Config.model_fields}), given.dry_run
+    plan = DryRun(given.gpu_type, given.num_gpus, given.mean_response_len, given.network_gb_per_s, json=given.json_plan)
+    if plan != DryRun() and not given.dry_run:
+        raise ConfigError("--gpu-type, --num-gpus and the like plan a run without starting it: add --dry-run")
+    return Config(**{name: getattr(given, name) for name in Config.model_fields}), plan if given.dry_run else None
 
 
 def _config_file(argv: list[str]) -> str:
@@ -68,7 +92,7 @@ def _config_file(argv: list[str]) -> str:
 
 def _bare_flags(argv: list[str]) -> list[str]:
     """A flag without a value means true: `--sequence-parallel` for `--sequence-parallel True`."""
-    flags = {"--dry-run"} | {
+    flags = {"--dry-run", "--json-plan"} | {
         "--" + name.replace("_", "-")
         for section in section_types().values()
         for name, field in section.model_fields.items()

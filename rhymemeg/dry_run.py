@@ -1,37 +1,88 @@
 """`--dry-run`: check the options against the model and the number of ranks, and say what the run would be. Pure apart
 from reading the model's files; no process group, no GPU, no engine.
 
-Sizes are estimates of what one rank holds, in bytes:
+    python -m rhymemeg.train --dry-run --gpu-type h100 --num-gpus 256 --config ...
 
-    parameters        params_dtype of the rank's shard
-    gradients         fp32 of the shard (Megatron's gradient buffer)
-    optimizer         fp32 master weights and two Adam moments, over DP ranks with the distributed optimizer
-    engine            params_dtype of the model / engine TP
-    KV cache          2 * layers * KV heads / engine TP * head_dim * bytes, a token
+plans for GPUs that are not here: the model folder needs nothing but its config.json, and what cannot be looked at on this
+machine (prompts, tokenizer) is named instead of refused. The numbers are those of `rhymemeg.planning`.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
-from rhymemeg.arch import ModelArch
+from rhymemeg.arch import FAMILIES, ModelArch
+from rhymemeg.cli import DryRun
 from rhymemeg.config import Config
-from rhymemeg.errors import CheckpointError, ConfigError
-from rhymemeg.parallel.layout_checks import Layout, describe_layout
+from rhymemeg.errors import CheckpointError, ConfigError, RhymeMegError
+from rhymemeg.parallel.layout_checks import Layout, check_layout
+from rhymemeg.planning.hardware import gpu_type
+from rhymemeg.planning.plan import Plan, make_plan, show_count
+
+DOES_NOT_FIT = 1
+"""Exit status where everything is in order but the memory."""
 
 
-def report(config: Config, arch: ModelArch, world_size: int, device_type: str) -> str:
+def run(config: Config, options: DryRun) -> int:
+    """Check, plan, print (on rank 0). Returns 0, or `DOES_NOT_FIT`. Raises RhymeMegError for what cannot be run."""
+    from rhymemeg.parallel.runtime import choose_device_type
+
+    gpu = gpu_type(options.gpu_type) if options.gpu_type else None
+    device_type = "cuda" if gpu else choose_device_type(config.run.device)
+    world = options.num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
+    arch = read_arch(config.model.hf_checkpoint)
+    config.check_model(arch)
+    check_layout(arch, config.parallel, world, device_type)
+    check_engines(config, world, device_type)
+    unchecked = _check_what_is_here(config) if gpu else check_files(config)
+    if arch.family not in FAMILIES.values():
+        unchecked = [*unchecked, f"{arch.architecture} can be planned; training it is not supported yet"]
+    plan = make_plan(
+        config,
+        arch,
+        world,
+        device_type,
+        gpu,
+        mean_response=options.mean_response_len,
+        network=options.network_gb_per_s * 1e9,
+    )
+    if os.environ.get("RANK", "0") == "0":
+        if options.json:
+            print(json.dumps(plan.as_dict() | {"unchecked": unchecked}, indent=1))
+        else:
+            print(report(config, arch, plan, unchecked))
+    return 0 if plan.fits else DOES_NOT_FIT
+
+
+def read_arch(folder: str) -> ModelArch:
+    """The model of a folder, also of a family that can be planned but not trained."""
+    from rhymemeg.weight_sync.deepseek import ARCHITECTURE, describe
+
+    file = Path(folder) / "config.json"
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ModelArch.from_pretrained(folder)  # says what is wrong
+    if isinstance(tree, dict) and ARCHITECTURE in (tree.get("architectures") or []):
+        return describe(tree, str(file))
+    return ModelArch.from_config(tree, str(file))
+
+
+def report(config: Config, arch: ModelArch, plan: Plan, unchecked: list[str]) -> str:
     """A readable page about a configuration that has passed its checks."""
-    layout = describe_layout(arch, config.parallel, world_size)
+    layout, world = plan.layout, plan.world
+    device = plan.device_type if plan.gpu is None else plan.gpu.name
     lines = [
-        f"model       {config.model.hf_checkpoint}: {arch.architecture}, {_count(arch.num_parameters())} parameters, "
+        f"model       {config.model.hf_checkpoint}: {arch.architecture}, {show_count(arch.num_parameters())} parameters, "
         f"{arch.num_layers} layers, hidden {arch.hidden_size}, vocabulary {arch.vocab_size}"
         + (f", {arch.num_experts} experts ({arch.num_experts_per_tok} a token)" if arch.is_moe else ""),
-        f"ranks       {world_size} ({device_type}): TP {layout.tp}, PP {layout.pp}"
+        f"ranks       {world} ({device}): TP {layout.tp}, PP {layout.pp}"
         + (f" (virtual {layout.vpp})" if layout.vpp > 1 else "")
         + f", CP {layout.cp}, DP {layout.dp}"
         + (f", EP {layout.ep}, expert TP {layout.etp}" if arch.is_moe else ""),
-        f"engines     {world_size // config.engine.vllm_tensor_parallel_size} of TP "
+        f"engines     {world // config.engine.vllm_tensor_parallel_size} of TP "
         f"{config.engine.vllm_tensor_parallel_size}, at most {config.engine.vllm_max_num_seqs} requests each",
         f"step        {config.rollout.rollout_batch_size} prompts x {config.rollout.n_samples_per_prompt} samples, up to "
         f"{config.max_model_len} tokens each; {config.algorithm.num_minibatches * config.algorithm.ppo_epochs} optimizer "
@@ -40,9 +91,9 @@ def report(config: Config, arch: ModelArch, world_size: int, device_type: str) -
         "",
         *_layout_table(layout),
         "",
-        *_sizes(config, arch, layout, device_type),
+        *plan.lines(),
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"not checked here: {what}" for what in unchecked)])
 
 
 def check_engines(config: Config, world_size: int, device_type: str) -> None:
@@ -56,8 +107,9 @@ def check_engines(config: Config, world_size: int, device_type: str) -> None:
         raise ConfigError(f"--vllm-tensor-parallel-size {size} does not divide the world size of {world_size} ranks")
 
 
-def check_files(config: Config) -> None:
-    """What a run would read, weights aside: prompts, rewards, profile, checkpoint. Raises the error that the run would."""
+def check_files(config: Config) -> list[str]:
+    """What a run would read, weights aside: prompts, rewards, profile, checkpoint. Raises the error that the run would;
+    returns what it could not look at, which is nothing."""
     from rhymemeg.data.prompts import load_prompts
     from rhymemeg.data.tokenizer import load_tokenizer
     from rhymemeg.rl.rewards import Scorer
@@ -74,6 +126,17 @@ def check_files(config: Config) -> None:
         CostModel.load(config.histospec.histospec_profile)
     if config.checkpoint.load not in ("", "auto") and not Path(config.checkpoint.load).is_dir():
         raise CheckpointError(f"--load: {config.checkpoint.load} does not exist")
+    return []
+
+
+def _check_what_is_here(config: Config) -> list[str]:
+    """`check_files` for a run that is to happen elsewhere: returns what is not in order here, instead of raising."""
+    try:
+        return check_files(config)
+    except RhymeMegError as error:
+        return [str(error)]
+    except OSError as error:  # transformers, about a tokenizer that is not in the folder
+        return [str(error).splitlines()[0]]
 
 
 def _layout_table(layout: Layout, most: int = 16) -> list[str]:
@@ -85,65 +148,3 @@ def _layout_table(layout: Layout, most: int = 16) -> list[str]:
     if layout.world_size > most:
         lines.append(f"  ... {layout.world_size - most} more")
     return lines
-
-
-def shard_parameters(arch: ModelArch, layout: Layout) -> int:
-    """Parameters of the fullest rank: its layers, split over TP and EP, and the embeddings of the first stage."""
-    h, d = arch.hidden_size, arch.head_dim
-    attention = h * d * (2 * arch.num_attention_heads + 2 * arch.num_key_value_heads) / layout.tp + 2 * h
-
-    def mlp(layer: int) -> float:
-        if arch.layer_is_moe(layer):
-            experts = arch.num_experts * 3 * h * arch.moe_intermediate_size
-            return experts / layout.ep / layout.etp + arch.num_experts * h
-        return 3 * h * arch.intermediate_size / layout.tp
-
-    embedding = arch.vocab_size * h / layout.tp
-    largest = 0.0
-    for stage, parts in enumerate(layout.stages):
-        size = sum(attention + mlp(layer) for part in parts for layer in part)
-        first, last = stage == 0, stage == layout.pp - 1
-        size += embedding * (first + (last and (layout.pp > 1 or not arch.tie_word_embeddings)))
-        largest = max(largest, size)
-    return int(largest)
-
-
-def _sizes(config: Config, arch: ModelArch, layout: Layout, device_type: str) -> list[str]:
-    dtype = config.model.params_dtype
-    width = 4 if dtype == "fp32" or (dtype == "auto" and device_type == "cpu") else 2
-    shard = shard_parameters(arch, layout)
-    sharded = layout.dp if config.parallel.use_distributed_optimizer else 1
-    states = 2 if width == 4 else 3  # fp32 parameters are their own master copy
-    tp = config.engine.vllm_tensor_parallel_size
-    kv_heads = max(arch.num_key_value_heads // tp, 1)
-    token = 2 * arch.num_layers * kv_heads * arch.head_dim * width
-    tokens = config.engine.vllm_max_num_seqs * config.max_model_len
-    rows = [
-        ("parameters", shard * width),
-        ("gradients", shard * 4),
-        ("optimizer state", shard * 4 * states // sharded),
-        ("engine weights", arch.num_parameters() * width // tp),
-        (f"KV cache, all {config.engine.vllm_max_num_seqs} requests at full length", token * tokens),
-    ]
-    lines = ["a rank holds at most (estimate)"]
-    lines += [f"  {_bytes(size):>10}  {name}" for name, size in rows]
-    lines.append(f"  {_bytes(sum(size for _, size in rows)):>10}  together, without activations and libraries")
-    if device_type == "cpu":
-        lines.append(f"  (KV cache given: {config.engine.vllm_kv_cache_memory_gib} GiB; requests wait when it is full)")
-    return lines
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def _count(number: float) -> str:
-    for unit in ("", "K", "M"):
-        if number < 1000:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g}B"

@@ -190,31 +190,50 @@ def report(arguments: argparse.Namespace) -> dict[str, Any]:
         engines = EngineLayout(world, engine.get("tp", 1), engine.get("expert_parallel", 0) > 0)
     except ValueError as error:
         raise ConfigError(f"--engine: {error}") from None
-    itemsize = DTYPE_BYTES[arguments.dtype]
     bandwidths = Bandwidths(arguments.node_gb_per_s * 1e9, arguments.network_gb_per_s * 1e9)
+    return update_figures(
+        arch,
+        parallel,
+        engines,
+        bandwidths,
+        itemsize=DTYPE_BYTES[arguments.dtype],
+        bucket_bytes=arguments.bucket_mib << 20,
+        ranks_per_node=arguments.ranks_per_node,
+        layers_in_flight=arguments.layers_in_flight,
+        make_vocab_size_divisible_by=arguments.make_vocab_size_divisible_by,
+        rank=arguments.rank,
+    )
+
+
+def update_figures(
+    arch: ModelArch,
+    parallel: ParallelOptions,
+    engines: EngineLayout,
+    bandwidths: Bandwidths,
+    *,
+    itemsize: int = 2,
+    bucket_bytes: int = 512 << 20,
+    ranks_per_node: int = 8,
+    layers_in_flight: int = 1,
+    make_vocab_size_divisible_by: int = 128,
+    rank: int = 0,
+) -> dict[str, Any]:
+    """The figures of one update, for a layout that has been checked. `rank` is the one whose own part is timed."""
     start, start_cpu = time.perf_counter(), time.process_time()
     layout = ModelLayout(arch)
-    padded = arch.padded_vocab_size(arguments.make_vocab_size_divisible_by, parallel.tensor_model_parallel_size)
-    actor = ActorLayout.planned(describe_layout(arch, parallel, world), padded)
+    padded = arch.padded_vocab_size(make_vocab_size_divisible_by, parallel.tensor_model_parallel_size)
+    actor = ActorLayout.planned(describe_layout(arch, parallel, engines.world), padded)
     target = EngineTarget(engines, arch.num_experts)
-    plan = make_plan(
-        layout,
-        actor,
-        target,
-        itemsize,
-        arguments.bucket_mib << 20,
-        arguments.ranks_per_node,
-        arguments.layers_in_flight,
-    )
+    plan = make_plan(layout, actor, target, itemsize, bucket_bytes, ranks_per_node, layers_in_flight)
     planned, planned_cpu = time.perf_counter(), time.process_time()
-    plan.program(arguments.rank)
+    plan.program(rank)
     one_rank = time.perf_counter() - planned
     return {
         "model": arch.architecture,
         "model_bytes": sum(numel(whole(t.shape)) * t.itemsize for t in plan.tensors),
         "tensors": len(plan.tensors),
-        "ranks": world,
-        "engines": world // engines.tp,
+        "ranks": engines.world,
+        "engines": engines.world // engines.tp,
         "plan": figures(plan, bandwidths),
         "gather": gather_figures(layout, actor, itemsize, bandwidths),
         "planning_seconds": planned - start,
