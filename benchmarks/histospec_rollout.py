@@ -146,7 +146,7 @@ class HistoSpecArm(Arm):
     ) -> None:  # fmt: skip
         super().__init__(name, engine)
         from rhymemeg.histospec.cost_model import CostModel
-        from rhymemeg.histospec.drafter import Drafter, DrafterOptions
+        from rhymemeg.histospec.drafter import Drafter, DrafterOptions, step_clock
         from rhymemeg.histospec.history import HistoryBuffer
 
         self.prompts = {p.prompt_id: p.token_ids for p in prompts}
@@ -156,7 +156,7 @@ class HistoSpecArm(Arm):
             buffer.record(p.prompt_id, p.token_ids, responses, [1.0] * len(responses), step=0)
         cost = CostModel.load(profile) if profile else CostModel.built_in("cpu")
         self.drafter: Drafter = Drafter(
-            DrafterOptions(policy=policy, max_draft=MAX_DRAFT, siblings=siblings), buffer, cost
+            DrafterOptions(policy=policy, max_draft=MAX_DRAFT, siblings=siblings), buffer, cost, clock=step_clock("cpu")
         )
 
     def run(self, queue: Sequence[Sample], sampling: SamplingOptions, seed: int, running: int) -> Run:

@@ -25,10 +25,13 @@ from rhymemeg.errors import ConfigError
 
 FORMAT = "rhymemeg step times 1"
 
-# Cost of a step relative to a plain one of the same batch, by batch size and query tokens a request.
-# gpu: 7B model on an A100, sequences of 2,048 tokens, batch 1 to 64, 4 to 16 query tokens (published sweep of
-# https://github.com/furiosa-ai/EfficientRollout, arXiv 2606.18967). cpu: 0.7M-parameter model on 2 cores, 32 and 64 requests;
-# smaller batches are taken as 32, where the fixed cost of a step dominates anyway.
+_CPU_BATCHES, _CPU_QUERIES = [1, 8, 16, 32, 64, 128, 256], [1, 2, 3, 5, 9, 17]
+
+# Relative cost of a step by batch size and query tokens a request.
+# gpu: in plain steps of the same batch: 7B model on an A100, sequences of 2,048 tokens, batch 1 to 64, 4 to 16 query tokens
+# (published sweep of https://github.com/furiosa-ai/EfficientRollout, arXiv 2606.18967).
+# cpu: in units of the fixed cost of a step, a request adding 0.023 and a drafted token 0.012: a fit to what
+# `python -m rhymemeg.histospec.profile --hf-checkpoint launch/quickstart_model` measures on one core.
 BUILT_IN: dict[str, tuple[list[int], list[int], list[list[float]]]] = {
     "gpu": (
         [1, 8, 16, 32, 64],
@@ -42,12 +45,9 @@ BUILT_IN: dict[str, tuple[list[int], list[int], list[list[float]]]] = {
         ],
     ),
     "cpu": (
-        [32, 64],
-        [1, 3, 5, 9, 17],
-        [
-            [1.0, 1.28, 1.84, 1.93, 3.10],
-            [1.0, 1.27, 1.49, 2.20, 4.10],
-        ],
+        _CPU_BATCHES,
+        _CPU_QUERIES,
+        [[1 + 0.023 * n + 0.012 * n * (q - 1) for q in _CPU_QUERIES] for n in _CPU_BATCHES],
     ),
 }
 _RATE = 0.05  # slowest share of a residual that a grid point takes up; faster while it has few observations

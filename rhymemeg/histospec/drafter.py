@@ -38,6 +38,12 @@ from rhymemeg.histospec.policy import LengthPolicy, Proposals, make_policy
 _WEIGHTS_EVERY = 16  # steps between two estimates of what is left of the running requests
 
 
+def step_clock(device_type: str) -> Callable[[], float]:
+    """The clock, in seconds, that tells best what an engine step costs: on CPU the time of the thread that runs it, which
+    other programs on the machine do not lengthen; elsewhere elapsed time."""
+    return time.thread_time if device_type == "cpu" else time.perf_counter
+
+
 @dataclass
 class DrafterOptions:
     """What can be chosen about drafting."""
@@ -93,13 +99,19 @@ class _Prompt:
 
 
 class Drafter:
-    """See the module. `history` and `cost` may be shared with whoever fills and saves them."""
+    """See the module. `history` and `cost` may be shared with whoever fills and saves them. `clock` times the engine's
+    steps, from one call to the next (`step_clock`)."""
 
     def __init__(
-        self, options: DrafterOptions, history: HistoryBuffer | None, cost: CostModel, index: DraftIndex | None = None
+        self,
+        options: DrafterOptions,
+        history: HistoryBuffer | None,
+        cost: CostModel,
+        index: DraftIndex | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         check_branch_choice(options.branch)
-        self.options, self.history, self.cost = options, history, cost
+        self.options, self.history, self.cost, self.clock = options, history, cost, clock
         self.index = index or DraftIndex()
         self.learner = cost
         """Takes in measured step times; set apart from `cost` where ranks must agree before anything is decided by them."""
@@ -177,7 +189,7 @@ class Drafter:
 
     def step(self, rows: Rows) -> list[list[int]]:
         """Take in what the rows emitted, and draft what may follow."""
-        start = time.perf_counter_ns()
+        start, now = time.perf_counter_ns(), self.clock()
         drafts: list[list[int]] = [[] for _ in rows.request_ids]
         if not self.enabled:
             return drafts
@@ -187,10 +199,10 @@ class Drafter:
             slots = np.fromiter((request.slot for request in requests), np.int32, len(requests))
             self._append(slots, tokens)
             if decode:
-                self._verify(rows, active, requests, decode, start / 1e9)
+                self._verify(rows, active, requests, decode, now)
             self._propose(rows, active, requests, slots, drafts)
             queries = len(rows.request_ids) + sum(map(len, drafts))
-            self._last = (start / 1e9, len(rows.request_ids), queries)
+            self._last = (now, len(rows.request_ids), queries)
         self.counters.draft_ns += time.perf_counter_ns() - start
         self.counters.draft_rows += len(active)
         return drafts

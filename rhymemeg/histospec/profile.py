@@ -5,7 +5,8 @@
 
 For each batch size, that many requests run at once, with drafts of a forced length: random tokens, so nearly all are
 rejected, which costs a step as much as accepting them. The figure is the lower quartile over `--repeats` steps: other load
-on the machine only ever adds. The context length is `--context`: use about half the response length that the run will see.
+on the machine only ever adds; on CPU it is the CPU time of the engine's thread. The context length is `--context`: use
+about half the response length that the run will see.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +21,7 @@ from rhymemeg.arch import ModelArch
 from rhymemeg.config import Config, EngineOptions, ModelOptions, RolloutOptions, RunOptions
 from rhymemeg.errors import ConfigError, RhymeMegError
 from rhymemeg.histospec.cost_model import CostModel
-from rhymemeg.histospec.drafter import Drafter, DrafterOptions, Rows
+from rhymemeg.histospec.drafter import Drafter, DrafterOptions, Rows, step_clock
 from rhymemeg.histospec.proposer import WORKER_EXTENSION, attach, speculative_config
 from rhymemeg.rollout.samples import Sample, SampleId
 
@@ -117,6 +117,7 @@ def measure(
     attach(engine.vllm.model_runner, drafter)
     sampling = SamplingOptions(max_response_len=config.rollout.max_response_len)
     seconds: list[list[float]] = []
+    clock = step_clock(ranks.device_type)
     for number, batch in enumerate(batches):
         drafter.length = 0
         for i in range(batch):
@@ -131,9 +132,9 @@ def measure(
             engine.step()  # verifies for the first time: buffers grow
             times = []
             for _ in range(repeats):
-                begin = time.perf_counter()
+                begin = clock()
                 engine.step()
-                times.append(time.perf_counter() - begin)
+                times.append(clock() - begin)
             row.append(sorted(times)[repeats // 4])
         if engine.num_running != batch:
             raise ConfigError(

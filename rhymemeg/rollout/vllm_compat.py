@@ -161,6 +161,107 @@ def replace_cpu_sampling(
         dispatcher.register_kernels({sampler + name: function for name, function in names.items()})
 
 
+def replace_cpu_verification(verify: Callable[..., Any]) -> None:
+    """Verify drafts by `cpu_sampling.verify` where a request asks for nothing but temperature, top-k, top-p and the
+    log-probabilities of its tokens; else vLLM goes its own way."""
+    import torch
+    from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    own = RejectionSampler.forward
+    if getattr(own, "_rhymemeg", False):
+        return
+
+    def forward(sampler: Any, metadata: Any, draft_probs: Any, logits: Tensor, sampling: Any) -> Any:
+        if draft_probs is not None or not _samples_simply(sampler, sampling):
+            return own(sampler, metadata, draft_probs, logits, sampling)
+        restrict = None
+        if sampling.top_k is not None or sampling.top_p is not None:
+            rows = torch.tensor(metadata.num_draft_tokens) + 1
+
+            def restrict(scaled: Tensor) -> Tensor:
+                values = (
+                    None if x is None else x.repeat_interleave(rows, output_size=len(scaled))
+                    for x in (sampling.top_k, sampling.top_p)
+                )
+                return apply_top_k_top_p(scaled, *values)
+
+        done = verify(
+            logits.float(),
+            metadata.draft_token_ids,
+            metadata.num_draft_tokens,
+            temperature=None if sampling.all_greedy else sampling.temperature,
+            generators=sampling.generators,
+            draw=torch.ops._C.fused_gumbel_argmax,
+            restrict=restrict,
+        )
+        log_probs = None
+        if sampling.max_num_logprobs is not None:
+            ids = done.tokens.view(-1, 1).clamp(min=0)
+            log_probs = LogprobsTensors(ids, done.log_probs.unsqueeze(1), done.ranks)
+        return SamplerOutput(sampled_token_ids=done.tokens, logprobs_tensors=log_probs)
+
+    forward._rhymemeg = True  # type: ignore[attr-defined]
+    RejectionSampler.forward = forward
+
+
+def _samples_simply(sampler: Any, sampling: Any) -> bool:
+    """Whether a batch is one for `cpu_sampling.verify`."""
+    holder = sampling.thinking_budget_state_holder
+    return (
+        sampler.sampler.logprobs_mode == "processed_logprobs"
+        and not sampler.synthetic_mode
+        and not sampler.use_fp64_gumbel
+        and sampling.max_num_logprobs in (None, 0)
+        and sampling.no_penalties
+        and sampling.allowed_token_ids_mask is None
+        and not sampling.bad_words_token_ids
+        and not sampling.logprob_token_ids
+        and (holder is None or not holder.has_tracked_requests())
+        # vLLM's own processors are always there, most of the time with nothing to do.
+        and all(_IDLE.get(type(p).__name__, _busy)(p) for p in sampling.logitsprocs.all)
+    )
+
+
+def _busy(processor: Any) -> bool:
+    return False
+
+
+_IDLE: dict[str, Callable[[Any], bool]] = {
+    "MinPLogitsProcessor": lambda p: not p.min_p_count,
+    "LogitBiasLogitsProcessor": lambda p: not p.biases,
+    "MinTokensLogitsProcessor": lambda p: not p.min_toks,
+}
+
+
+def check_cpu_sampling() -> None:
+    """ConfigError if this is a CPU build whose rejection sampling draws from the wrong distribution and the replacements
+    of `rollout.plugin` are not in use. It tries what the faulty kernels get wrong."""
+    if not is_cpu_build(FAULTY_CPU_SAMPLING):
+        return
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    values = torch.tensor([3.0, 5.0])
+    ends = torch.tensor([2, 3], dtype=torch.int32)
+    try:
+        # The original leaves its output as the allocator gave it: not one value may be right by accident.
+        works = all(
+            rejection_sampler.expand_batch_to_tokens(values + k, ends, 3).tolist() == [3.0 + k, 3.0 + k, 5.0 + k]
+            for k in range(4)
+        )
+    except Exception:
+        works = False
+    if not works or not getattr(rejection_sampler.RejectionSampler.forward, "_rhymemeg", False):
+        raise ConfigError(
+            "drafts cannot be verified: on CPU, vLLM's own rejection sampling draws from the wrong distribution, and "
+            "rhymemeg's replacements are not in use in this process. They come with the entry point "
+            "vllm.general_plugins of the installed package; VLLM_PLUGINS must not leave out 'rhymemeg'. Otherwise call "
+            "rhymemeg.rollout.plugin.register() before the engine starts"
+        )
+
+
 def replace_cpu_expert_update() -> None:
     """Prepack the weights of experts on every load. vLLM does it on the first one only; a later one copies the plain
     layout into the memory of the packed one, which gives wrong outputs without an error."""

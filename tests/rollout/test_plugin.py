@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rhymemeg.rollout import plugin
+from rhymemeg.rollout import cpu_sampling, plugin
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,9 +65,9 @@ def test_same_as_a_loop() -> None:
         ends = n.cumsum(0).to(torch.int32)
 
         recovered = torch.empty_like(draft)
-        plugin.sample_recovered(recovered, ends, draft, p, inv_q)
+        cpu_sampling.sample_recovered(recovered, ends, draft, p, inv_q)
         output = torch.full((batch, longest + 1), -1, dtype=torch.int32)
-        plugin.random_sample(output, ends, draft, p, bonus, recovered, uniform, greedy)
+        cpu_sampling.random_sample(output, ends, draft, p, bonus, recovered, uniform, greedy)
 
         at = 0
         for request, count in enumerate(n.tolist()):
