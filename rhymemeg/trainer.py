@@ -9,6 +9,7 @@ list is empty. Every method is called by all ranks, in the same order.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from rhymemeg.learner import Learner
 from rhymemeg.observe.clock import StepClock
 from rhymemeg.observe.display import Display
 from rhymemeg.observe.statistics import evaluation_metrics, reward_metrics, rollout_metrics, weighted_means
+from rhymemeg.parallel import resume
 from rhymemeg.parallel.actor import Actor
 from rhymemeg.parallel.checkpoint_folder import CheckpointFolder
 from rhymemeg.parallel.reference import ReferenceWeights
@@ -84,10 +86,6 @@ class Trainer:
             self.learner = Learner(config, arch, runtime, clock, self.actor, self.reference)
             self.checkpoints = CheckpointFolder(Path(config.run.output_dir) / "checkpoints", config.checkpoint, runtime)
             self.first_step = self._load_actor()
-            if self.first_step >= config.run.train_iters:
-                display.note(
-                    f"no step to do: --train-iters is {config.run.train_iters}, and {self.first_step} are done"
-                )
         with clock.phase("starting the engine"):
             # The engine starts without weights: what it serves always comes from the actor.
             drafting = engine_arguments(config.histospec, config.engine.vllm_max_num_seqs)
@@ -125,11 +123,24 @@ class Trainer:
             if state["prompts"] != self.prompts.fingerprint:
                 raise CheckpointError(f"{folder} was trained on other prompts than --prompt-data names now")
             steps = int(state["step"])
-            self.display.note(f"resuming from {folder}: step {steps} of {self.config.run.train_iters}")
+            now = self.config.model_dump(mode="json")
+            for remark in resume.check(folder, state["config"], now):
+                self.display.note(remark)
+            self._say(resume.describe(folder, steps, state["config"], now, len(self.prompts)))
         self.checkpoints.begin(steps)
         for warning in self.checkpoints.warnings:
-            self.display.note(warning)
+            self._say(warning)
+        if self._resumed is None and self.config.checkpoint.load:
+            self.display.note(f"no checkpoint in {self.checkpoints.path} yet: starting afresh")
+        if self._resumed is None and self.config.run.train_iters == 0:
+            self._say("no step to do: --train-iters is 0")
         return steps
+
+    def _say(self, text: str) -> None:
+        """Tell what must not go unsaid, also without a display."""
+        if self.config.run.display == "off" and self.runtime.is_rank0:
+            print(f"rhymemeg: {text}", file=sys.stderr, flush=True)
+        self.display.note(text)
 
     def _start_speculation(self) -> Speculation:
         folder, file = self.config.model.hf_checkpoint, self.config.histospec.histospec_warm_start

@@ -2,7 +2,7 @@
 
     folder/
       manifest.json          size and CRC-32 of every other file; written last
-      state.json             format, model, layout, optimizer steps done, and the caller's extra state
+      state.json             format, model, layout, package versions, optimizer steps done, and the caller's extra state
       .metadata, common.pt, metadata.json, __RANK_0.distcp      megatron-core: weights, optimizer moments, fp32 masters
       rng_RANK.safetensors   random generators of each rank
       piece_RANK.NAME        what other parts of the program keep here, as bytes (`checkpoint_files`)
@@ -22,6 +22,7 @@ same file system.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -34,6 +35,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rhymemeg.errors import CheckpointError, RhymeMegError
+from rhymemeg.observe.run_dir import package_versions
 from rhymemeg.parallel import dist_checkpoint
 from rhymemeg.parallel.checkpoint_files import (
     STATE,
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
     from rhymemeg.parallel.actor import Actor
     from rhymemeg.parallel.runtime import Runtime
 
-FORMAT = 1
+FORMAT = 2
 
 # How the distributed optimizer's shards are written: as whole tensors of the model, so that any layout can read them,
 # gathered in host memory one buffer after the other.
@@ -193,8 +195,9 @@ def _write_own(actor: Actor, aside: Path, extra_state: dict[str, Any], pieces: M
     if runtime.is_rank0:
         state = {
             "format": FORMAT,
-            "architecture": actor.arch.architecture,
+            "model": _model(actor),
             "num_parameters": actor.arch.num_parameters(),
+            "versions": package_versions(),
             "layout": actor.config.parallel.model_dump(mode="json"),
             "world_size": runtime.world_size,
             "updates": actor.updates,
@@ -262,6 +265,15 @@ def load(actor: Actor, path: Path) -> dict[str, Any]:
     return extra
 
 
+def _model(actor: Actor) -> dict[str, Any]:
+    """What the weights of a checkpoint mean, as JSON values. Its end-of-text tokens and longest sequence may change."""
+    arch = dataclasses.asdict(actor.arch)
+    del arch["eos_token_ids"], arch["max_position_embeddings"]
+    dtype = str(next(actor.chunks[0].parameters()).dtype).removeprefix("torch.")
+    described: dict[str, Any] = json.loads(json.dumps(arch | {"params_dtype": dtype}))
+    return described
+
+
 def _check(actor: Actor, path: Path) -> dict[str, Any]:
     """Read and check what is not Megatron's; each rank verifies its share of the files."""
     if not path.is_dir():
@@ -270,12 +282,12 @@ def _check(actor: Actor, path: Path) -> dict[str, Any]:
     state = read_json(path / STATE)
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of this program (format {state.get('format')!r})")
-    arch = actor.arch
-    if (state["architecture"], state["num_parameters"]) != (arch.architecture, arch.num_parameters()):
-        raise CheckpointError(
-            f"{path} is of another model: {state['architecture']} with {state['num_parameters']} parameters, "
-            f"not {arch.architecture} with {arch.num_parameters()}"
-        )
+    there, here = state["model"], _model(actor)
+    different = [
+        f"{name} is {there.get(name)!r}, not {value!r}" for name, value in here.items() if there.get(name) != value
+    ]
+    if different:
+        raise CheckpointError(f"{path} is of another model: {'; '.join(different)}")
     verify(path, files, actor.runtime.rank, actor.runtime.world_size)
     return state
 

@@ -24,11 +24,12 @@ from rhymemeg.parallel.runtime import Runtime, init_runtime, shutdown, start_lay
 from tests.parallel import cases
 from tests.parallel.layout_worker import make_config
 
-TP, PP, EP, SP = (
+TP, PP, EP, SP, DISTRIBUTED = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
     "sequence_parallel",
+    "use_distributed_optimizer",
 )
 MODEL = "qwen3_moe_mixed"
 
@@ -119,6 +120,32 @@ class Checks:
         finite = self.steps(actor, 1)[0]["actor/grad_norm"]
         self.results["goes on afterwards"] = 0 < finite < float("inf")
 
+    def identical(self, name: str, layout: dict[str, Any]) -> dict[str, Any]:
+        """The same layout goes on bit for bit: losses, norms and learning rates of two more steps."""
+        folder = self.work / f"same-{name}"
+        actor = self.actor(layout)
+        self.steps(actor, 1)
+        actor.save_checkpoint(folder, {})
+        expected = self.steps(actor, 2)
+        again = self.actor(layout)
+        again.load_checkpoint(folder)
+        continued = self.steps(again, 2)
+        return {f"{name} continues identically": continued == expected or [continued, expected]}
+
+    def chain(self) -> None:
+        """TP 2, then PP 2, then DP 2, each saving for the next: the losses are those of one layout all along."""
+        layouts: list[dict[str, Any]] = [{TP: 2, SP: True}, {PP: 2}, {}, {DISTRIBUTED: False}]
+        straight = [step["actor/loss"] for step in self.steps(self.actor({TP: 2, SP: True}), len(layouts))]
+        losses = []
+        for i, layout in enumerate(layouts):
+            actor = self.actor(layout)
+            if i:
+                actor.load_checkpoint(self.work / f"chain-{i}")
+            losses.append(self.steps(actor, 1)[0]["actor/loss"])
+            actor.save_checkpoint(self.work / f"chain-{i + 1}", {})
+        close = all(abs(a - b) < 1e-5 for a, b in zip(losses, straight))
+        self.results["tp2 -> pp2 -> dp2"] = close or [losses, straight]
+
     def run(self) -> None:
         rank, saved = self.runtime.rank, self.work / "saved"
         actor = self.actor({EP: 2})
@@ -135,6 +162,9 @@ class Checks:
         self.results["extra state"] = again.load_checkpoint(saved) == extra
         continued = self.steps(again, 2)
         self.results["continues identically"] = continued == expected or [continued, expected]
+
+        self.results |= self.identical("tp2", {TP: 2, SP: True}) | self.identical("pp2", {PP: 2})
+        self.chain()
 
         for name, layout in (("tp2", {TP: 2, SP: True}), ("pp2", {PP: 2}), ("dp2", {})):
             other = self.actor(layout)
@@ -170,6 +200,10 @@ class Checks:
         self.fails_naming(
             "piece with a path", "'../x' is not a name", lambda: plain.save_checkpoint(self.work / "bad", {}, bad)
         )
+
+        other = self.copy(saved, "other model")
+        self.forge(other, "state.json", lambda text: text.replace(b'"num_experts": 4', b'"num_experts": 8'))
+        self.fails_naming("another model", "num_experts is 8, not 4", lambda: plain.load_checkpoint(other))
 
         trace = self.work / "attacked"
         for name in (".metadata", "common.pt"):
