@@ -142,7 +142,7 @@ class EngineOptions(Section):
 class AlgorithmOptions(Section):
     """What is learned from the samples."""
 
-    advantage_estimator: str = Field("grpo", description="grpo, dr_grpo, rloo, reinforce_pp or reinforce_pp_baseline.")
+    advantage_estimator: str = Field("grpo", description="grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline or gae.")
     policy_loss: str = Field("ppo_clip", description="ppo_clip, gspo, cispo or reinforce.")
     eps_clip: float = Field(0.2, gt=0, description="Lower clip: the ratio counts down to 1 - this.")
     eps_clip_high: float | None = Field(None, gt=0, description="Upper clip; default: --eps-clip.")
@@ -400,7 +400,7 @@ class Config(Section):
 
     def check(self) -> None:
         """Refuse what is missing or contradicts itself, before anything is loaded."""
-        from rhymemeg.rl.advantages import ADVANTAGES
+        from rhymemeg.rl.advantages import ADVANTAGES, VALUE_ESTIMATORS
         from rhymemeg.rl.checks import check_algorithm
         from rhymemeg.rl.losses import AGGREGATIONS, POLICY_LOSSES
 
@@ -409,7 +409,7 @@ class Config(Section):
             if not value:
                 raise ConfigError(f"{option} is required")
         for value, option, known in (
-            (a.advantage_estimator, "--advantage-estimator", ADVANTAGES),
+            (a.advantage_estimator, "--advantage-estimator", (*ADVANTAGES, *VALUE_ESTIMATORS)),
             (a.policy_loss, "--policy-loss", POLICY_LOSSES),
             (a.loss_agg_mode, "--loss-agg-mode", AGGREGATIONS),
         ):

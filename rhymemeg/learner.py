@@ -4,11 +4,13 @@
     metrics = learner.learn(samples, summaries, version)        # all ranks
 
 `samples` are those that this rank holds, `summaries` everyone's (the same list on every rank). From the summaries each
-rank makes the same plan: advantages, optimizer steps, micro-batches of every data-parallel rank. Then one exchange
-brings the tokens to the ranks that train them.
+rank makes the same plan: optimizer steps, micro-batches of every data-parallel rank. Then one exchange brings the tokens
+to the ranks that train them, forward passes add the log-probabilities that the algorithm wants, and rewards become
+advantages (`rhymemeg.rl.credit`).
 
 A *group* are the samples of one prompt in one step, and its members are compared with each other. `siblings` are
-members whose rewards count in the advantages of their group but that are not trained in this call.
+members whose rewards count in the advantages of their group but that are not trained in this call; with
+`--overlong-filtering` truncated samples are such members, too.
 """
 
 from __future__ import annotations
@@ -25,22 +27,23 @@ from rhymemeg.observe.clock import StepClock
 from rhymemeg.parallel.actor import Actor
 from rhymemeg.parallel.reference import ReferenceWeights
 from rhymemeg.parallel.runtime import Runtime
-from rhymemeg.rl.advantages import ADVANTAGES
 from rhymemeg.rl.batching import MicroBatch, TrainSample, collate, plan_micro_batches, spread_fields
+from rhymemeg.rl.corrections import MAXIMA, MISMATCH, finish_metrics, is_corrected
+from rhymemeg.rl.credit import StepRewards, assign_credit
 from rhymemeg.rl.exchange import SampleSummary, exchange
 from rhymemeg.rl.losses import aggregation_weights
 from rhymemeg.rl.objective import Objective
+from rhymemeg.rl.rewards.length import overlong_penalty
 from rhymemeg.rollout.samples import Sample, SampleId
 
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """The plan of one optimizer step, the same on every rank. `members` index the summaries; `plan` is
-    [data-parallel rank][micro-batch] -> indices; per member: `advantages`, and `weights` of each of its tokens."""
+    """The plan of one optimizer step, the same on every rank. `members` index the summaries of those that are trained;
+    `plan` is [data-parallel rank][micro-batch] -> indices; `weights` of each member are those of each of its tokens."""
 
     members: list[int]
     plan: list[list[list[int]]]
-    advantages: dict[int, float]
     weights: dict[int, float]
     total_tokens: int
 
@@ -68,10 +71,11 @@ class Learner:
         siblings: Sequence[SampleSummary] = (),
     ) -> dict[str, float]:
         """One training phase on the samples of all ranks. `version` is that of the actor's weights now: tokens that an
-        older version made are off-policy, and their old log-probabilities are those that the engine gave them."""
-        options, temperature = self.config.algorithm, self.config.rollout.temperature
+        older version made are off-policy. An optimizer step without a single sample to train leaves the weights as they
+        are."""
+        options = self.config.algorithm
         with self.clock.phase("batch"):
-            minibatches = self.plan(summaries, siblings)
+            minibatches = self.plan(summaries)
             held = {s.sample_id: s for s in samples}
             outgoing: list[list[Sample]] = [[] for _ in range(self.runtime.world_size)]
             for rank, dp_rank in enumerate(self.runtime.dp_rank_of):
@@ -80,34 +84,61 @@ class Learner:
                         outgoing[rank].append(held[summaries[i].sample_id])
             received = exchange(outgoing, self.runtime)
             batches = [self._collate(mini, summaries, received, version) for mini in minibatches]
-        if options.old_log_probs == "actor" and options.ppo_epochs * options.num_minibatches > 1:
+        several = options.ppo_epochs * options.num_minibatches > 1
+        if options.old_log_probs == "actor" and (several or options.kl_coef > 0):
             with self.clock.phase("old_log_probs"):
                 batches = [self._with_log_probs(batch, "old_log_probs") for batch in batches]
         if self.reference is not None:
             with self.clock.phase("ref_log_probs"), self.reference.active():
                 batches = [self._with_log_probs(batch, "ref_log_probs") for batch in batches]
+        with self.clock.phase("advantages"):
+            step, metrics = step_rewards(self.config, summaries, siblings)
+            rows = [mini.plan[self.runtime.dp_rank] for mini in minibatches]
+            batches, numbers = assign_credit(
+                options, step, batches, rows, self.runtime.reduce_sum, counts=self._speaks_for_its_batches
+            )
+            metrics |= numbers
         updates: list[dict[str, float]] = []
         with self.clock.phase("train"):
             for _ in range(options.ppo_epochs):
                 for mini, batch in zip(minibatches, batches):
-                    objective = Objective(options, mini.total_tokens)
-                    update = self.actor.train_step(batch, objective, temperature)
-                    update["actor/train_rollout_logprob_abs_diff_max"] = self.runtime.reduce_max(objective.mismatch_max)
-                    updates.append(update)
-        return summarise_updates(updates)
+                    if mini.members:
+                        updates.append(self._update(mini, batch))
+        # The comparison with the engine is of the weights that it had: those of the first update, or of all updates of
+        # the first epoch if their log-probabilities were taken before.
+        fresh = options.num_minibatches if options.old_log_probs == "actor" else 1
+        metrics["actor/updates"] = float(len(updates))
+        metrics["actor/trained_samples"] = float(sum(len(mini.members) for mini in minibatches))
+        return metrics | summarise_updates(updates, fresh)
 
-    def plan(self, summaries: Sequence[SampleSummary], siblings: Sequence[SampleSummary] = ()) -> list[MiniBatch]:
+    def _update(self, mini: MiniBatch, batches: list[MicroBatch]) -> dict[str, float]:
+        """One optimizer step, and its numbers."""
+        objective = Objective(self.config.algorithm, mini.total_tokens)
+        update = finish_metrics(self.actor.train_step(batches, objective, self.config.rollout.temperature))
+        for name, value in objective.maxima.items():
+            if name != "rollout_corr/rollout_is_max" or is_corrected(self.config.algorithm):
+                update[name] = self.runtime.reduce_max(value)
+        return update
+
+    @property
+    def _speaks_for_its_batches(self) -> bool:
+        """One of the ranks that hold the same micro-batches."""
+        r = self.runtime
+        return r.tp_rank == 0 and r.cp_rank == 0 and r.pp_rank == 0
+
+    def plan(self, summaries: Sequence[SampleSummary]) -> list[MiniBatch]:
         """Divide the samples into optimizer steps (whole groups together) and those into micro-batches."""
         options = self.config.algorithm
-        groups = group_numbers([*summaries, *siblings])
-        rewards = np.array([s.reward for s in (*summaries, *siblings)], np.float64)
-        advantages = ADVANTAGES[options.advantage_estimator](rewards, groups)
-        groups = groups[: len(summaries)]
+        groups = group_numbers(summaries)
         present = sorted(set(groups.tolist()))
         minibatches = []
         for part in np.array_split(np.random.default_rng(0).permutation(present), options.num_minibatches):
             chosen = set(part.tolist())
-            members = [i for i, group in enumerate(groups.tolist()) if group in chosen]
+            members = [
+                i
+                for i, group in enumerate(groups.tolist())
+                if group in chosen and not (options.overlong_filtering and summaries[i].truncated)
+            ]
             responses = np.array([summaries[i].response_len for i in members])
             weights = aggregation_weights(options.loss_agg_mode, responses, self.config.rollout.max_response_len)
             plan = plan_micro_batches(
@@ -120,7 +151,6 @@ class Learner:
                 MiniBatch(
                     members,
                     [[[members[i] for i in batch] for batch in rank] for rank in plan],
-                    {i: float(advantages[i]) for i in members},
                     dict(zip(members, weights.tolist())),
                     int(responses.sum()),
                 )
@@ -135,7 +165,7 @@ class Learner:
         version: int,
     ) -> list[MicroBatch]:
         """This rank's micro-batches of one optimizer step, on the device."""
-        names = ["advantages", "weights", "rollout_log_probs"]
+        names = ["weights", "rollout_log_probs"]
         if self.config.algorithm.old_log_probs == "engine":
             names.append("old_log_probs")
         if any(summaries[i].oldest_version < version for i in mini.members):
@@ -148,7 +178,6 @@ class Learner:
                 engine = np.array(sample.log_probs, np.float32)
                 ones = np.ones(len(engine), np.float32)
                 fields = {
-                    "advantages": ones * mini.advantages[i],
                     "weights": ones * mini.weights[i],
                     "rollout_log_probs": engine,
                     "old_log_probs": engine,
@@ -173,10 +202,31 @@ def group_numbers(summaries: Sequence[SampleSummary]) -> npt.NDArray[np.int64]:
     return np.array([numbers[key] for key in keys], np.int64)
 
 
-def summarise_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+def step_rewards(
+    config: Config, summaries: Sequence[SampleSummary], siblings: Sequence[SampleSummary]
+) -> tuple[StepRewards, dict[str, float]]:
+    """What is compared: rewards with the penalty of `--overlong-buffer-len`, groups and lengths, siblings last."""
+    options = config.algorithm
+    everyone = [*summaries, *siblings]
+    rewards = np.array([s.reward for s in everyone], np.float64)
+    lengths = np.array([s.response_len for s in everyone], np.int64)
+    metrics: dict[str, float] = {}
+    if options.overlong_buffer_len:
+        penalties = overlong_penalty(
+            lengths, config.rollout.max_response_len, options.overlong_buffer_len, options.overlong_penalty_factor
+        )
+        rewards = rewards + penalties
+        metrics["reward/overlong_penalty"] = float(penalties.mean()) if len(penalties) else 0.0
+    return StepRewards(rewards, group_numbers(everyone), lengths, [str(s.sample_id) for s in everyone]), metrics
+
+
+def summarise_updates(updates: Sequence[dict[str, float]], fresh: int = 1) -> dict[str, float]:
     """Numbers of a training phase from those of its optimizer steps: means, except that the comparison with the engine
-    is taken from the first step (later ones run on weights that the engine never had) and maxima stay maxima."""
-    merged = {name: sum(u[name] for u in updates) / len(updates) for name in updates[0]}
-    for name in ("actor/train_rollout_logprob_abs_diff", "actor/train_rollout_logprob_abs_diff_max"):
-        merged[name] = updates[0][name]
+    is taken from the first `fresh` steps (later ones run on weights that the engine never had), and of maxima the
+    largest."""
+    merged: dict[str, float] = {}
+    for name in updates[0] if updates else ():
+        part = updates[:fresh] if name in (*MISMATCH, *MAXIMA) else updates
+        values = [u[name] for u in part if name in u]
+        merged[name] = max(values) if name in MAXIMA else sum(values) / len(values)
     return merged

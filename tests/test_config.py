@@ -93,7 +93,7 @@ def test_only_rank_0_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         ({"loss_agg_mode": "token-mean"}, "did you mean token_mean"),
         ({"histospec": True, "histospec_policy": "fixed:x"}, "--histospec-policy fixed:x"),
         ({"min_lr": 1.0}, "--min-lr 1.0 exceeds --lr"),
-        ({"ref_hf_checkpoint": "x"}, "--kl-loss-coef is 0"),
+        ({"ref_hf_checkpoint": "x"}, "--kl-loss-coef and --kl-coef are 0"),
         ({"n_samples_per_prompt": 1}, "--n-samples-per-prompt must be >= 2"),
         ({"num_minibatches": 64}, "--num-minibatches 64 exceeds --rollout-batch-size 32"),
         ({"old_log_probs": "engine", "top_p": 0.9}, "use --old-log-probs actor"),
@@ -111,11 +111,11 @@ def test_the_valid_configuration_is_valid() -> None:
 
 def test_help_names_what_is_registered() -> None:
     from rhymemeg.config import AlgorithmOptions
-    from rhymemeg.rl.advantages import ADVANTAGES
+    from rhymemeg.rl.advantages import ADVANTAGES, VALUE_ESTIMATORS
     from rhymemeg.rl.losses import AGGREGATIONS, POLICY_LOSSES
 
     for option, known in (
-        ("advantage_estimator", ADVANTAGES),
+        ("advantage_estimator", (*ADVANTAGES, *VALUE_ESTIMATORS)),
         ("policy_loss", POLICY_LOSSES),
         ("loss_agg_mode", AGGREGATIONS),
     ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rhymemeg.errors import ConfigError
-from rhymemeg.rl.advantages import GROUP_ESTIMATORS
+from rhymemeg.rl.advantages import GROUP_ESTIMATORS, VALUE_ESTIMATORS
 
 if TYPE_CHECKING:
     from rhymemeg.config import Config
@@ -20,6 +20,8 @@ def check_algorithm(config: Config) -> None:
 
 def _check_groups(config: Config) -> None:
     a, r = config.algorithm, config.rollout
+    if a.advantage_estimator in VALUE_ESTIMATORS:
+        raise ConfigError(f"--advantage-estimator {a.advantage_estimator} needs the values of a critic")
     if a.advantage_estimator in GROUP_ESTIMATORS and r.n_samples_per_prompt < 2:
         raise ConfigError(
             f"--advantage-estimator {a.advantage_estimator} compares samples of a prompt: --n-samples-per-prompt must "
@@ -33,11 +35,6 @@ def _check_groups(config: Config) -> None:
     if a.overlong_buffer_len > r.max_response_len:
         raise ConfigError(
             f"--overlong-buffer-len {a.overlong_buffer_len} exceeds --max-response-len {r.max_response_len}"
-        )
-    if a.policy_loss == "gspo" and a.loss_agg_mode == "token_mean":
-        raise ConfigError(
-            "--policy-loss gspo has one ratio a response, whose tokens are averaged: use --loss-agg-mode "
-            "seq_mean_token_mean"
         )
     if a.eps_clip_c is not None and a.policy_loss != "ppo_clip":
         raise ConfigError(f"--eps-clip-c is the dual clip of --policy-loss ppo_clip; {a.policy_loss} has none")
