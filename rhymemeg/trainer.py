@@ -80,7 +80,7 @@ class Trainer:
         with clock.phase("loading the actor"):
             self.actor = Actor(config, arch, runtime)
             self.reference: ReferenceWeights | None = None
-            if config.algorithm.kl_loss_coef > 0:
+            if config.algorithm.needs_reference:
                 self.actor.load_weights(config.model.ref_hf_checkpoint or config.model.hf_checkpoint)
                 self.reference = ReferenceWeights(self.actor.chunks)
             self.learner = Learner(config, arch, runtime, clock, self.actor, self.reference)
