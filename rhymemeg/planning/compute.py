@@ -216,7 +216,7 @@ def training_time(
     passes = 3 + config.model.recompute_activations
     train = forward * passes * a.ppo_epochs
     needs_old = a.old_log_probs == "actor" and a.ppo_epochs * a.num_minibatches > 1
-    log_prob = forward * (needs_old + (a.kl_loss_coef > 0))
+    log_prob = forward * (needs_old + a.needs_reference)
     peak = gpu.flops * layout.world_size
     share = efficiency.train_moe if arch.is_moe else efficiency.train_dense
     micro_batches, imbalance, padding = balance(config, arch, layout, work)

@@ -187,7 +187,7 @@ def _host(config: Config, sizes: Sizes, stays: Residency, device_type: str) -> d
             found["engine weights, asleep"] = sizes.engine_weights
         if not stays.optimizer_in_rollout:
             found["optimizer state, away"] = sizes.optimizer
-    if config.algorithm.kl_loss_coef > 0:
+    if config.algorithm.needs_reference:
         found["reference weights, and the actor's own while they are lent"] = 2 * sizes.parameters
     return found
 
