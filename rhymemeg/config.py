@@ -15,6 +15,7 @@ Parsing of the command line is in `rhymemeg.cli`.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -136,6 +137,9 @@ class EngineOptions(Section):
     vllm_enforce_eager: bool = Field(False, description="No CUDA graphs (always so on CPU).")
     vllm_enable_prefix_caching: bool = Field(True, description="Share keys and values of equal prefixes.")
     vllm_enable_sleep_mode: bool = Field(True, description="Free the engine's memory while the actor trains (GPU).")
+    vllm_speculative_config: str = Field(
+        "", description="vLLM's own speculative decoding, as JSON: {\"method\": \"ngram\", ...}; not with --histospec."
+    )
     vllm_enable_expert_parallel: bool = Field(False, description="Engines split experts instead of each expert.")
 
 
@@ -426,6 +430,15 @@ class Config(Section):
             except (ConfigError, ValueError) as error:
                 raise ConfigError(f"--histospec-policy {self.histospec.histospec_policy}: {error}") from None
         self._check_histopipe()
+        if self.engine.vllm_speculative_config:
+            if self.histospec.histospec:
+                raise ConfigError("--vllm-speculative-config and --histospec both draft: choose one")
+            try:
+                parsed = json.loads(self.engine.vllm_speculative_config)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"--vllm-speculative-config: not JSON: {error}") from None
+            if not isinstance(parsed, dict) or "method" not in parsed:
+                raise ConfigError('--vllm-speculative-config: expected an object with "method"')
         check_algorithm(self)
         if o.min_lr > o.lr:
             raise ConfigError(f"--min-lr {o.min_lr} exceeds --lr {o.lr}")

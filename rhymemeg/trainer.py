@@ -88,7 +88,7 @@ class Trainer:
             self.first_step = self._load_actor()
         with clock.phase("starting the engine"):
             # The engine starts without weights: what it serves always comes from the actor.
-            drafting = engine_arguments(config.histospec, config.engine.vllm_max_num_seqs)
+            drafting = engine_arguments(config.histospec, config.engine)
             self.engine = RolloutEngine.start(config, arch, runtime, self.tokenizer, load_format="dummy", **drafting)
             self._stack.callback(self.engine.close)
             self.speculation = self._start_speculation() if config.histospec.histospec else None

@@ -107,6 +107,32 @@ class TestRuns:
         assert last["histospec/history_bytes_per_token"] < 20
         assert all(0 < row["actor/train_rollout_logprob_abs_diff"] < 1e-4 for row in (first, last))
 
+    def test_windows_carry_samples_over_a_checkpoint_and_another_layout(self, tmp_path: Path) -> None:
+        """Windows leave samples to the next one, history follows; the run is resumed with one engine of two ranks where
+        there were two of one. Every sample is trained exactly once, in its step or the next."""
+        words = (
+            "--histospec", "--histopipe-carry", "0.25", "--histopipe-layout", "spread", "--num-prompts", "4",
+            "--eval-interval", "0", "--train-iters", "6", "--max-response-len", "64",
+        )  # fmt: skip
+        torchrun(2, *TRAIN, *SHORT, *words, "--train-iters", "3", "--output-dir", str(tmp_path / "a")).check()
+        windows = [json.loads(line) for line in (tmp_path / "a" / "windows.jsonl").read_text().splitlines()]
+        assert [w["step"] for w in windows] == [0, 1, 2]
+        assert sum(w["carried_out"] for w in windows) > 0 and windows[-1]["carried_out"] == 0
+
+        # The last window of a run leaves nothing, so the checkpoint to resume is one in its middle.
+        first = (*words, "--save-interval", "2", "--keep-last", "9", "--output-dir", str(tmp_path / "b"))
+        torchrun(2, *TRAIN, *SHORT, *first).check()
+        again = ("--load", str(tmp_path / "b" / "checkpoints" / "step_00000002"), "--vllm-tensor-parallel-size", "2")
+        torchrun(2, *TRAIN, *SHORT, *words, *again, "--output-dir", str(tmp_path / "c")).check()
+        seen = [s for k in range(6) for s in samples(tmp_path / ("b" if k < 2 else "c"), k)]
+        ids = [(s["step"], s["prompt_id"], s["sample_index"]) for s in seen]
+        assert len(ids) == len(set(ids)) == 6 * 4 * 4
+        assert all(s["version"][1] - s["version"][0] <= 1 for s in seen)
+        carried = [s for s in samples(tmp_path / "c", 2) if s["step"] == 1]
+        assert carried and any(s["version"] == [1, 2] for s in carried)
+        stale = rows(tmp_path / "c")[0]
+        assert stale["stale/token_share"] > 0 and stale["histospec/tokens_per_request_step"] > 1.3
+
 
 def said_once(result: Result, message: str) -> None:
     """One clear message, and a non-zero status."""

@@ -157,7 +157,7 @@ class EngineSpec:
         """Longest sequence the engine is built for. Beyond prompt and response there is room for one token, so that
         `score` takes full sequences, and for a draft, because vLLM drops the drafts of a whole step in which one
         request has no room for one; both only as far as the model goes."""
-        draft = int(self.speculative["num_speculative_tokens"]) if self.speculative else 0
+        draft = int(self.speculative.get("num_speculative_tokens", 32)) if self.speculative else 0
         wanted = self.max_prompt_len + self.max_response_len + 1 + draft
         return min(wanted, self.arch.max_position_embeddings)
 

@@ -14,12 +14,13 @@ they generate goes back to the home. So responses of one prompt can be sampled a
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rhymemeg.arch import ModelArch
-from rhymemeg.config import HistoSpecOptions
+from rhymemeg.config import EngineOptions, HistoSpecOptions
 from rhymemeg.histospec.cost_model import CostModel
 from rhymemeg.histospec.drafter import Drafter, DrafterOptions
 from rhymemeg.histospec.history import HistoryBuffer
@@ -35,12 +36,14 @@ from rhymemeg.rollout.wire import pack_samples, unpack_samples
 GIB = 1 << 30
 
 
-def engine_arguments(options: HistoSpecOptions, max_num_seqs: int) -> dict[str, Any]:
-    """What `RolloutEngine.start` needs so that drafts can be attached; nothing where HistoSpec is off."""
-    if not options.histospec:
-        return {}
-    speculative = speculative_config(options.histospec_max_draft, max_num_seqs)
-    return {"speculative": speculative, "worker_extension": WORKER_EXTENSION}
+def engine_arguments(options: HistoSpecOptions, engine: EngineOptions) -> dict[str, Any]:
+    """What `RolloutEngine.start` needs so that drafts can be attached, or for vLLM's own drafts; nothing without either."""
+    if options.histospec:
+        speculative = speculative_config(options.histospec_max_draft, engine.vllm_max_num_seqs)
+        return {"speculative": speculative, "worker_extension": WORKER_EXTENSION}
+    if engine.vllm_speculative_config:
+        return {"speculative": json.loads(engine.vllm_speculative_config)}
+    return {}
 
 
 def tokenizer_digest(folder: str) -> str:

@@ -150,3 +150,27 @@ def test_polls_do_not_grow_with_the_engines() -> None:
         polls = [board._last.polls for board in cluster.boards]
         per_poll[engines] = sum(board.operations for board in cluster.boards) / sum(polls)
     assert per_poll[12] <= per_poll[2] + 0.5 < 5
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_outliers_of_the_paper_move_on(step: int) -> None:
+    """Two ranking groups on two engines, known from the steps before. Then one response of the short group outgrows it and
+    moves to the engine of the long one, and one of the long group is left to the next window."""
+    options = SchedulerOptions("paper", carry=0.1, ranking_groups=2, outliers=True)
+    s = scheduler(options, 2, slots=40, samples=4)
+    grown = {SampleId(step, 1, 0): 50, SampleId(step, 15, 2): 59}
+
+    def length(sid: SampleId) -> int:
+        return grown.get(sid, 5 if sid.prompt_id < 10 else 30)
+
+    cluster = Cluster(s, length, steal=False)
+    cluster.prepare = lambda engine: setattr(engine, "step_seconds", 0.001)
+    for before in range(step):
+        cluster.window(before, list(range(20)))
+    finished, outcomes, record = cluster.window(step, list(range(20)))
+    moved = [span for o in outcomes for span in o.report.spans if span.outcome == "moved"]
+    assert [span.sample for span in moved] == [str(SampleId(step, 1, 0))]
+    assert set(cluster.paused) == {SampleId(step, 15, 2)} and record.migrated == 2
+    assert len(finished) == 79 and {len(x.response_ids) for x in finished} == {5, 30, 50}
+    finished, _, record = cluster.window(step + 1, [], strict=True)
+    assert [(x.sample_id, len(x.response_ids)) for x in finished] == [(SampleId(step, 15, 2), 59)]
