@@ -26,6 +26,10 @@ class Command:
 
 COMMANDS = {
     "train": Command("rhymemeg.train", "train a model (under torchrun: --module rhymemeg.train)"),
+    "doctor": Command(
+        "rhymemeg.doctor.command", "check this machine, or every rank (torchrun ... --module rhymemeg.doctor)"
+    ),
+    "perf": Command("rhymemeg.perf.command", "measure speed, keep results, compare two results or two runs"),
     "report": Command("rhymemeg.report.command", "write one HTML page about a run"),
 }
 
