@@ -42,6 +42,8 @@ def train(config: Config, arch: ModelArch) -> None:
                 with clock.phase("reward"):
                     batch, numbers = trainer.score(step, samples, prompts)
                     metrics |= numbers | trainer.remember(step, samples)
+                if config.algorithm.dynamic_sampling:
+                    batch, metrics = trainer.refill(step, batch, metrics)
                 metrics |= trainer.learn(step, batch)
                 with clock.phase("sync"):
                     metrics |= trainer.push_weights(step + 1)

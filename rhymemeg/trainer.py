@@ -32,6 +32,7 @@ from rhymemeg.parallel.actor import Actor
 from rhymemeg.parallel.checkpoint_folder import CheckpointFolder
 from rhymemeg.parallel.reference import ReferenceWeights
 from rhymemeg.parallel.runtime import Runtime
+from rhymemeg.rl.dynamic_sampling import GroupFilter, replacement_indices
 from rhymemeg.rl.exchange import SampleSummary, share_summaries
 from rhymemeg.rl.groups import GroupBuffer
 from rhymemeg.rl.rewards import Scorer, component_sums
@@ -65,6 +66,8 @@ class Trainer:
         self._stack = contextlib.ExitStack()
         self.record: WindowRecord | None = None
         """The last window of training samples; spans are on rank 0 only."""
+        self.extra_prompts: list[Prompt] = []
+        """Prompts that this step sampled in place of its own (dynamic sampling)."""
         with clock.phase("loading prompts"):
             self.tokenizer = load_tokenizer(config.model.hf_checkpoint)
             limit, arguments = config.rollout.max_prompt_len, config.data.reward_args
@@ -239,6 +242,37 @@ class Trainer:
             metrics["histopipe/waiting_samples"] = float(self.groups.waiting)
         return Batch(mine, summaries, siblings), metrics
 
+    def refill(self, step: int, batch: Batch, metrics: dict[str, float]) -> tuple[Batch, dict[str, float]]:
+        """Dynamic sampling: groups of equal rewards are replaced by groups of new prompts, in further rollouts. Rewards and
+        lengths of the step's own prompts remain its metrics; tokens are added up."""
+        config = self.config
+        groups = GroupFilter(config.rollout.rollout_batch_size, config.algorithm.dynamic_sampling_max_rounds)
+        groups.add(batch.summaries)
+        samples, used = list(batch.samples), set(self._indices_at(step))
+        self.extra_prompts = []
+        sampling = SamplingOptions.from_config(config.rollout, config.rollout.temperature)
+        while wanted := groups.wanted():
+            indices = replacement_indices(config.run.seed, step, groups.rounds, wanted, len(self.prompts), used)
+            if not indices:
+                break
+            used |= set(indices)
+            prompts = [self.prompts[i] for i in indices]
+            self.extra_prompts += prompts
+            with self.clock.phase("rollout"):
+                window = self.rollouts.window(self.scheduler, step, prompts, sampling, config.run.seed, strict=True)
+            with self.clock.phase("reward"):
+                more, numbers = self.score(step, window.finished, prompts)
+                metrics = metrics | self.remember(step, window.finished)
+            for name in ("rollout/tokens", "rollout/prompt_tokens", "rollout/samples"):
+                metrics[name] += numbers[name] if name != "rollout/tokens" else window.record.generated_tokens
+            groups.add(more.summaries)
+            samples += more.samples
+        if groups.shortage():
+            self.display.note(f"step {step} {groups.shortage()}")
+        kept = groups.kept()
+        trained = {s.sample_id for s in kept}
+        return Batch([s for s in samples if s.sample_id in trained], kept, []), metrics | groups.metrics()
+
     def remember(self, step: int, samples: Sequence[Sample]) -> dict[str, float]:
         """Keep new samples as history for the next epoch."""
         if self.speculation is None:
@@ -342,6 +376,7 @@ class Trainer:
         """The training phase of `step` (`rhymemeg.learner`); nothing where every group still waits for a carried sample."""
         self.engine.sleep()  # the device is the actor's until the next weight update; without sleep mode nothing happens
         if not batch.summaries:
-            self.display.note(f"step {step}: nothing to train, every group waits for a carried sample")
+            if not self.config.algorithm.dynamic_sampling:  # which has said so
+                self.display.note(f"step {step}: nothing to train, every group waits for a carried sample")
             return {}
         return self.learner.learn(batch.samples, batch.summaries, version=step, siblings=batch.siblings)

@@ -60,6 +60,7 @@ class Run:
         if self.directory is not None and everyone is not None:
             ordered = sorted((s for part in everyone for s in part), key=lambda s: s.sample_id)
             prompts = [p for at in range(max(step - 1, 0), step + 1) for p in self.trainer.prompts_at(at)]
+            prompts += self.trainer.extra_prompts
             self.directory.write_samples(f"step_{step}", ordered, {p.prompt_id: p for p in prompts})
 
     def stop_if_asked(self, steps_done: int) -> None:

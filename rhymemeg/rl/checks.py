@@ -32,6 +32,15 @@ def _check_groups(config: Config) -> None:
             "--dynamic-sampling drops groups of equal rewards, and a group of one is always equal: "
             "--n-samples-per-prompt must be >= 2"
         )
+    for option, share in (
+        ("--histopipe-carry", config.histopipe.histopipe_carry),
+        ("--histopipe-early", config.histopipe.histopipe_early),
+    ):
+        if a.dynamic_sampling and share:
+            raise ConfigError(
+                f"--dynamic-sampling with {option} {share:g}: a step that may sample more prompts has no fixed window to "
+                "leave samples to; choose one"
+            )
     if a.overlong_buffer_len > r.max_response_len:
         raise ConfigError(
             f"--overlong-buffer-len {a.overlong_buffer_len} exceeds --max-response-len {r.max_response_len}"

@@ -15,6 +15,7 @@ from tests.test_config import valid
     [
         ({"advantage_estimator": "rloo", "n_samples_per_prompt": 1}, "--advantage-estimator rloo compares samples"),
         ({"advantage_estimator": "reinforce_pp", "dynamic_sampling": True, "n_samples_per_prompt": 1}, "always equal"),
+        ({"dynamic_sampling": True, "histopipe_carry": 0.1}, "--dynamic-sampling with --histopipe-carry 0.1"),
         ({"overlong_buffer_len": 65}, "--overlong-buffer-len 65 exceeds --max-response-len 64"),
         ({"eps_clip_c": 3.0, "policy_loss": "cispo"}, "--eps-clip-c is the dual clip of --policy-loss ppo_clip"),
         ({"rollout_is": "token", "old_log_probs": "engine"}, "--rollout-is token weights by pi_old / pi_engine"),
