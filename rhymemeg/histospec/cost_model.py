@@ -5,9 +5,10 @@ points T is bilinear in (c, q / c); above the grid it goes on with the last slop
 that `python -m rhymemeg.histospec.profile` measured on this machine, built-in figures (`BUILT_IN`) for a machine without
 one, and the running engine itself: `observe` corrects the grid by what steps really took.
 
-The correction keeps two things apart: the level of each batch size (seconds of a plain step) and the ratio of each grid
-point to it. Plain steps teach the level, steps with drafts the ratio. The first observation of relative figures sets the
-scale of all levels. Nothing here reads a clock. ConfigError names file and field of a bad profile.
+The correction keeps two things apart. The *scale*, one factor for all figures, follows the observations quickly: machines
+slow down and speed up as a whole, when contexts grow or others use them, which says nothing about what drafts cost. What
+the scale leaves unexplained moves the grid points next to the observation, slowly. The first observation of relative
+figures sets the scale. Nothing here reads a clock. ConfigError names file and field of a bad profile.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ BUILT_IN: dict[str, tuple[list[int], list[int], list[list[float]]]] = {
         [[1 + 0.023 * n + 0.012 * n * (q - 1) for q in _CPU_QUERIES] for n in _CPU_BATCHES],
     ),
 }
-_RATE = 0.05  # slowest share of a residual that a grid point takes up; faster while it has few observations
+_SCALE_RATE = 0.1  # share of a residual that the scale takes up
+_RATE = 0.02  # slowest share of the rest that a grid point takes up; faster while it has few observations
+_PRIOR = 4  # observations that the figure which a grid point starts with counts for
 _OUTLIER = 1.2  # residuals are clipped to a factor of e**1.2 = 3.3: a garbage collection must not teach anything
 
 
@@ -80,8 +83,8 @@ class CostModel:
             raise ConfigError(f"{source}: seconds must be positive and finite")
         self.relative, self.source = relative, source
         self.observations = 0
-        self._level = np.log(grid[:, 0])
-        self._ratio = np.log(grid) - self._level[:, None]
+        self._scale = 0.0
+        self._grid = np.log(grid)
         self._seen = np.zeros_like(grid)
 
     @classmethod
@@ -96,7 +99,7 @@ class CostModel:
         """T(requests, q) for each q; requests >= 1, q >= requests."""
         each = np.asarray(query_tokens, dtype=np.float64) / requests
         row, share = _locate(self.batches, float(requests))
-        curves = [np.exp(self._level[r]) * _curve(self.queries, np.exp(self._ratio[r]), each) for r in row]
+        curves = [_curve(self.queries, np.maximum.accumulate(np.exp(self._scale + self._grid[r])), each) for r in row]
         return np.maximum((1 - share) * curves[0] + share * curves[1], 1e-9)
 
     # ------------------------------------------------------------------------------------------------------------ learn
@@ -105,33 +108,30 @@ class CostModel:
         """A step of `requests` requests and `query_tokens` tokens, none of them prefill, took `seconds`."""
         if requests < 1 or query_tokens < requests or not seconds > 0 or not math.isfinite(seconds):
             return
-        if self.observations == 0 and self.relative:
-            self._level += math.log(seconds / float(self.predict(requests, query_tokens)))
-            self.relative = False
-        self.observations += 1
         residual = math.log(seconds / float(self.predict(requests, query_tokens)))
+        if self.observations == 0 and self.relative:
+            self._scale += residual
+            self.relative, residual = False, 0.0
+        self.observations += 1
         residual = min(max(residual, -_OUTLIER), _OUTLIER)
+        share = max(1 / (1 + self.observations), _SCALE_RATE)
+        self._scale += share * residual
         rows, columns = _weights(self.batches, requests), _weights(self.queries, query_tokens / requests)
         for row, row_weight in rows:
             for column, column_weight in columns:
-                weight = row_weight * column_weight
-                seen = self._seen[row, column]
-                step = weight * residual * max(1 / (1 + seen), _RATE)
-                if column == 0:
-                    self._level[row] += step
-                else:
-                    self._ratio[row, column] += step
+                weight, seen = row_weight * column_weight, self._seen[row, column]
+                self._grid[row, column] += weight * (1 - share) * residual * max(1 / (_PRIOR + seen), _RATE)
                 self._seen[row, column] += weight
 
     def plain_steps_seen(self, requests: int) -> float:
-        """How many plain steps near this batch size have been observed; the level there is a guess while it is below 1."""
+        """How many plain steps near this batch size have been observed; their time is a guess while it is below 1."""
         return float(sum(weight * self._seen[row, 0] for row, weight in _weights(self.batches, requests)))
 
     def state(self) -> dict[str, Any]:
         """All that was learnt, as plain data: to agree on among tensor-parallel ranks, and for `save`."""
         return {
-            "level": self._level.tolist(),
-            "ratio": self._ratio.tolist(),
+            "scale": self._scale,
+            "grid": self._grid.tolist(),
             "seen": self._seen.tolist(),
             "observations": self.observations,
             "relative": self.relative,
@@ -139,8 +139,8 @@ class CostModel:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Inverse of `state`, for a model of the same grid."""
-        self._level = np.asarray(state["level"])
-        self._ratio = np.asarray(state["ratio"])
+        self._scale = state["scale"]
+        self._grid = np.asarray(state["grid"])
         self._seen = np.asarray(state["seen"])
         self.observations, self.relative = state["observations"], state["relative"]
 
@@ -150,7 +150,7 @@ class CostModel:
         """Write the grid as it is now; `about` is kept beside it (device, model, ...)."""
         from rhymemeg.observe.files import write_atomically
 
-        seconds = np.exp(self._level[:, None] + self._ratio)
+        seconds = np.exp(self._scale + self._grid)
         data = {
             "format": FORMAT,
             "about": about,

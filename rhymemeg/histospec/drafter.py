@@ -7,6 +7,9 @@ Once an engine step it is told what every row of the batch emitted and answers w
     drafter.finish(request_id, prompt_id)                optional: the length of a finished request refines budgets
     drafter.release()                                    after the window: all prompts, or those given
 
+Where `drafter.rests(tokens of each row)` is true, no draft can pay: the step may be left out, and what its rows
+emitted is read later, from their contexts.
+
 Requests are recognised by their id; one that appears for the first time, or whose tokens do not follow on from the last
 step (resumed, preempted), is read from its full context. A draft never exceeds the row's room. Requests of a prompt that
 was not loaded draft from their siblings and themselves alone.
@@ -186,6 +189,19 @@ class Drafter:
         self._last = None
 
     # --------------------------------------------------------------------------------------------------------- the step
+
+    def rests(self, emitted: Sequence[Sequence[int]]) -> bool:
+        """Whether to leave out the step of a batch that emitted these tokens, a row a request; it is counted."""
+        if not self.enabled or not self.policy.rests(len(emitted)):
+            return False
+        c = self.counters
+        got = [len(new) for new in emitted if new]
+        c.steps += 1
+        c.request_steps += len(got)
+        c.tokens += sum(got)
+        c.verify_cost += 1
+        self._last = None
+        return True
 
     def step(self, rows: Rows) -> list[list[int]]:
         """Take in what the rows emitted, and draft what may follow."""

@@ -9,6 +9,7 @@
 
 A policy keeps its record by slot (the draft index's small integers). A step goes
 
+    rests(requests)                        True: no draft in this step, whatever could be proposed; nothing else is called
     limits(slots, room)                    most tokens worth asking the index for, per row
     choose(slots, proposals, requests)     tokens kept of each proposal; `requests` runs in the step, drafts or not
     observe(slots, drafted, accepted)      after verification: what was drafted and accepted, per row
@@ -19,6 +20,9 @@ along a proposal, so for any total the best choice is its largest S over all row
 maximises (sum of w + sum of w S) / T(requests, requests + k). w favours requests with much left to generate (see `budget`).
 a_j comes from counts of accepted and rejected tokens by (length of the match, j, share of the occurrences that agree, their
 number), shifted in log-odds by this prompt's and this request's record (`AcceptanceModel`, C++).
+
+All these are estimates, so drafts must promise `_GAIN` to be made at all. Where they have not for some steps, even looking
+for them is a loss: the policy tries a few, then rests for a while, or until the batch has shrunk, and looks again.
 """
 
 from __future__ import annotations
@@ -64,6 +68,8 @@ class LengthPolicy(Protocol):
 
     match: MatchOptions
 
+    def rests(self, requests: int) -> bool: ...
+
     def start(self, slot: int, prompt_id: int) -> None:
         """A request takes `slot`; whatever was known about the slot is forgotten."""
 
@@ -95,6 +101,9 @@ class FixedLength:
     def __init__(self, length: int, match: MatchOptions = MatchOptions()) -> None:
         self.length, self.match = length, match
 
+    def rests(self, requests: int) -> bool:
+        return False
+
     def start(self, slot: int, prompt_id: int) -> None:
         pass
 
@@ -120,6 +129,9 @@ class WindowLength:
     ) -> None:
         self.update, self.match = update, match
         self.window = BySlot(2.0)
+
+    def rests(self, requests: int) -> bool:
+        return False
 
     def start(self, slot: int, prompt_id: int) -> None:
         self.window.reset(slot)
@@ -160,6 +172,17 @@ class GoodputLength:
         self.acceptance = AcceptanceModel()
         self._step = 0
         self._longest = cap
+        self._quiet = 0  # steps in a row for which drafts did not promise enough
+        self._rest = 0  # steps still to rest
+        self._next_rest = _FIRST_REST
+        self._resting_at = 0  # requests when the rest began
+
+    def rests(self, requests: int) -> bool:
+        if self._rest and requests > _SHRUNK * self._resting_at:
+            self._rest -= 1
+            return True
+        self._rest = 0
+        return False
 
     def start(self, slot: int, prompt_id: int) -> None:
         self.acceptance.start(slot, prompt_id)
@@ -180,27 +203,42 @@ class GoodputLength:
         if total == 0:
             return np.zeros(len(slots), np.int64)
         values = np.ones(len(slots)) if weights is None else weights
-        chosen = self.acceptance.choose(
-            slots,
-            proposals.offsets,
-            proposals.matches,
-            proposals.occurrences,
-            proposals.probabilities,
-            weights=values,
-            base=float(values.sum()) + requests - len(slots),
-            times=self.cost.predict(requests, np.arange(requests, requests + total + 1)),
-            explore=requests if self._step % _DRAFT_EVERY == 0 else 0,  # is it still true that drafts do not pay?
-        )
+        times = self.cost.predict(requests, np.arange(requests, requests + total + 1))
+        times[0] /= _GAIN
+        base = float(values.sum()) + requests - len(slots)
+        chosen = self._choose(slots, proposals, values, base, times, explore=0)
         longest = int(chosen.max(initial=0))
         self._longest = max(longest, self._longest - 1) if longest < self._longest else min(self.cap, 2 * longest)
+        if longest:
+            self._quiet, self._next_rest = 0, _FIRST_REST
+        else:
+            self._quiet += 1
+            if self._quiet == _QUIET:
+                self._quiet, self._rest, self._resting_at = 0, self._next_rest, requests
+                self._next_rest = min(2 * self._next_rest, _LONGEST_REST)
+                # Is it still true that drafts do not pay? Their time and acceptance are learnt from these.
+                chosen = self._choose(slots, proposals, values, base, times, explore=-(-requests // 4))
         return chosen
+
+    def _choose(
+        self, slots: NDArray[np.int32], proposals: Proposals, weights: NDArray[np.float64], base: float,
+        times: NDArray[np.float64], explore: int,
+    ) -> NDArray[np.int64]:  # fmt: skip
+        p = proposals
+        return self.acceptance.choose(
+            slots, p.offsets, p.matches, p.occurrences, p.probabilities,
+            weights=weights, base=base, times=times, explore=explore,
+        )  # fmt: skip
 
     def observe(self, slots: NDArray[np.int32], drafted: NDArray[np.int64], accepted: NDArray[np.int64]) -> None:
         self.acceptance.observe(slots, drafted, accepted)
 
 
+_GAIN = 1.03  # tokens per second with drafts over those without
 _PLAIN_EVERY = 256
-_DRAFT_EVERY = 64
+_QUIET = 4  # steps
+_FIRST_REST, _LONGEST_REST = 28, 252  # steps; doubled each time that the rest was right
+_SHRUNK = 0.9
 
 
 def make_policy(name: str, cost: CostModel, max_draft: int = 32) -> LengthPolicy:

@@ -110,6 +110,8 @@ class HistoSpecProposer:
             return [[] for _ in sampled_token_ids]
         if self.tensor_parallel_size > 1:
             self._agree(drafter)
+        if drafter.rests(sampled_token_ids):
+            return [[] for _ in sampled_token_ids]
         batch, requests = self._runner.input_batch, self._runner.requests
         count = len(sampled_token_ids)
         ids: list[str] = batch.req_ids[:count]

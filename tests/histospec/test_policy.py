@@ -131,12 +131,22 @@ def test_goodput_stops_where_drafts_cannot_pay_and_grows_in_the_tail() -> None:
         assert policy.choose(SLOT, proposal, 1, None).tolist() == [expected]
 
 
-def test_goodput_tries_drafts_again_now_and_then() -> None:
-    policy = make_policy("goodput", CostModel([1], [1, 32], [[1.0, 32.0]]))
+def test_goodput_rests_where_drafts_cannot_pay_and_tries_again() -> None:
+    """Ever longer rests, each begun with a try; a shrunken batch ends one; a draft that pays starts over."""
+    cost = CostModel([1, 64], [1, 32], [[1.0, 32.0], [1.0, 32.0]])
+    policy = make_policy("goodput", cost)
     policy.start(0, 0)
     proposal = Proposals(np.array([0, 4]), np.array([9], np.int32), np.array([3], np.int32), np.ones(4, np.float32))
-    lengths = [int(policy.choose(SLOT, proposal, 1, None)[0]) for _ in range(640)]
-    assert 0 < sum(n > 0 for n in lengths) <= 10
+    tried, looked = [], []
+    for step in range(1000):
+        if not policy.rests(40):
+            looked.append(step)
+            if policy.choose(SLOT, proposal, 40, None)[0]:
+                tried.append(step)
+    assert len(looked) < 40 and 3 <= len(tried) <= 10
+    gaps = np.diff(tried)
+    assert (np.diff(gaps) >= 0).all() and gaps[-1] > 4 * gaps[0]
+    assert policy.rests(40) and not policy.rests(35)
 
 
 # ------------------------------------------------------------------------------------------------------------ cost model
