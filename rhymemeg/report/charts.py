@@ -1,8 +1,8 @@
 """Charts as inline SVG: lines with a band, stacked areas, heat maps. Pure: numbers in, markup out.
 
 Every chart is `WIDTH` units wide (`WIDE` across the page) and scales with the page. Series longer than `POINTS` are drawn
-as means of bins, with the smallest and the largest value of each bin as a band, so that a chart's size does not grow with the run. Numbers that are
-not finite are gaps. All text is escaped here and nowhere else.
+as means of bins, with the smallest and the largest value of each bin as a band, so that a chart's size does not grow with
+the run. Numbers that are not finite are gaps. All text is escaped here and nowhere else.
 """
 
 from __future__ import annotations
