@@ -30,6 +30,8 @@ COMMANDS = {
         "rhymemeg.doctor.command", "check this machine, or every rank (torchrun ... --module rhymemeg.doctor)"
     ),
     "perf": Command("rhymemeg.perf.command", "measure speed, keep results, compare two results or two runs"),
+    "convert": Command("rhymemeg.parallel.convert", "weights between Hugging Face folders and Megatron checkpoints"),
+    "inspect-checkpoint": Command("rhymemeg.parallel.inspect_checkpoint", "tell what a checkpoint holds and verify it"),
     "report": Command("rhymemeg.report.command", "write one HTML page about a run"),
 }
 

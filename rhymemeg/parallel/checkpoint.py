@@ -15,7 +15,7 @@ table of contents is checked against the files, then one rename makes the checkp
 checkpoint of that name stays as it was, whatever happens (a full disk, a killed rank).
 
 Reading: sizes and checksums first, each file by one rank; nothing in a checkpoint is unpickled freely
-(`dist_checkpoint`). Errors are `CheckpointError`s that name the file, the same on all ranks. All ranks must see the
+(`torch_dist`). Errors are `CheckpointError`s that name the file, the same on all ranks. All ranks must see the
 same file system.
 """
 
@@ -51,10 +51,11 @@ from rhymemeg.parallel.checkpoint_files import (
     write_pieces,
 )
 from rhymemeg.parallel.cpu_backend import megatron_calls
+from rhymemeg.parallel.torch_dist import read_table
 
 if TYPE_CHECKING:
-    from rhymemeg.parallel.actor import Actor
     from rhymemeg.parallel.runtime import Runtime
+    from rhymemeg.parallel.trained_model import TrainedModel
 
 FORMAT = 2
 
@@ -88,7 +89,9 @@ def together(runtime: Runtime, what: Callable[[], T]) -> T:
 # ----------------------------------------------------------------------------------------------------------------- save
 
 
-def save(actor: Actor, path: Path, extra_state: dict[str, Any], files: Mapping[str, bytes] | None = None) -> None:
+def save(
+    actor: TrainedModel, path: Path, extra_state: dict[str, Any], files: Mapping[str, bytes] | None = None
+) -> None:
     """Write a checkpoint at `path`, replacing one that is there. `extra_state` must be made of JSON values; `files` are
     this rank's pieces (`checkpoint_files`)."""
     runtime = actor.runtime
@@ -136,7 +139,7 @@ def _torn_writes_explained() -> Iterator[None]:
         ) from error
 
 
-def _start(actor: Actor, aside: Path, extra_state: dict[str, Any], piece_bytes: int) -> None:
+def _start(actor: TrainedModel, aside: Path, extra_state: dict[str, Any], piece_bytes: int) -> None:
     """Make an empty folder on a disk with room for the checkpoint."""
     try:
         json.dumps(extra_state)
@@ -153,7 +156,7 @@ def _start(actor: Actor, aside: Path, extra_state: dict[str, Any], piece_bytes: 
         raise CheckpointError(f"the disk is full: it needs {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free")
 
 
-def _sharded_state(actor: Actor, is_loading: bool) -> tuple[dict[str, Any], list[Any]]:
+def _sharded_state(actor: TrainedModel, is_loading: bool) -> tuple[dict[str, Any], list[Any]]:
     """Megatron's description of this rank's shards of the model and of the optimizer's tensors; and what is left of each
     optimizer's state, which follows from the options and the number of updates and is not saved."""
     single = len(actor.chunks) == 1
@@ -187,7 +190,7 @@ def _allocate_moments(optimizer: Any, steps: float) -> None:
                 optimizer.state[parameter] = {"step": torch.tensor(steps), **moments}
 
 
-def _write_own(actor: Actor, aside: Path, extra_state: dict[str, Any], pieces: Mapping[str, bytes]) -> None:
+def _write_own(actor: TrainedModel, aside: Path, extra_state: dict[str, Any], pieces: Mapping[str, bytes]) -> None:
     """The files that are not Megatron's."""
     runtime = actor.runtime
     write_pieces(aside, runtime.rank, pieces)
@@ -223,7 +226,7 @@ def _writer(name: str) -> int:
 
 def _publish(aside: Path, path: Path, listed: list[dict[str, FileFacts]]) -> None:
     files = {name: facts for part in listed for name, facts in part.items()}
-    table = dist_checkpoint.read_table(aside)
+    table = read_table(aside)
     for index, record in (table.storage_data or {}).items():
         facts = files.get(record.relative_path)
         if facts is None or record.offset + record.length > facts.size:
@@ -242,7 +245,7 @@ def _publish(aside: Path, path: Path, listed: list[dict[str, FileFacts]]) -> Non
 # ----------------------------------------------------------------------------------------------------------------- load
 
 
-def load(actor: Actor, path: Path) -> dict[str, Any]:
+def load(actor: TrainedModel, path: Path) -> dict[str, Any]:
     """Restore the actor from a checkpoint. Returns the extra state."""
     runtime = actor.runtime
     state = together(runtime, lambda: _check(actor, path))
@@ -265,7 +268,7 @@ def load(actor: Actor, path: Path) -> dict[str, Any]:
     return extra
 
 
-def _model(actor: Actor) -> dict[str, Any]:
+def _model(actor: TrainedModel) -> dict[str, Any]:
     """What the weights of a checkpoint mean, as JSON values. Its end-of-text tokens and longest sequence may change."""
     arch = dataclasses.asdict(actor.arch)
     del arch["eos_token_ids"], arch["max_position_embeddings"]
@@ -274,7 +277,7 @@ def _model(actor: Actor) -> dict[str, Any]:
     return described
 
 
-def _check(actor: Actor, path: Path) -> dict[str, Any]:
+def _check(actor: TrainedModel, path: Path) -> dict[str, Any]:
     """Read and check what is not Megatron's; each rank verifies its share of the files."""
     if not path.is_dir():
         raise CheckpointError(f"checkpoint {path} does not exist")

@@ -1,9 +1,9 @@
 """megatron-core's distributed checkpointing (format `torch_dist`), with two things changed.
 
 **Nothing from a checkpoint is run.** The format keeps its table of contents, `.metadata`, as a pickle, and torch
-reads it with `pickle.load`. Here it is read by an unpickler that knows the dozen classes such a table consists of and
-refuses every other name. Tensors and Megatron's `common.pt` are read by `torch.load(weights_only=True)`; entries of
-the table that would be unpickled freely (`BytesStorageMetadata`) are refused, and none are written.
+reads it with `pickle.load`. Here it is read by `torch_dist.read_table`, which refuses what is no table. Tensors and
+Megatron's `common.pt` are read by `torch.load(weights_only=True)`; entries of the table that would be unpickled freely
+(`BytesStorageMetadata`) are refused, and none are written.
 
 **Writing stays in this process.** Megatron forks writers and starts a manager process for their results; a fork of a
 process that holds an engine, Gloo threads and a GPU context is not safe. The same writer function is called directly.
@@ -14,7 +14,6 @@ Everything that depends on the version of megatron-core's checkpoint strategies 
 from __future__ import annotations
 
 import contextlib
-import pickle
 import queue
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,49 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rhymemeg.errors import CheckpointError
 from rhymemeg.parallel.runtime import Runtime
-
-TABLE = ".metadata"
-
-_ALLOWED = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")
-} | {
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
-    ("torch.distributed.checkpoint.planner", "SavePlan"),
-    ("torch.distributed.checkpoint.planner", "WriteItem"),
-    ("torch.distributed.checkpoint.planner", "WriteItemType"),
-    ("torch.distributed.checkpoint.planner", "TensorWriteData"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-}
-
-
-class _TableUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise CheckpointError(f"its table of contents names {module}.{name}, which no checkpoint of this program does")
-
-
-def read_table(folder: Path) -> Metadata:
-    """The table of contents of a checkpoint. Raises CheckpointError naming the file."""
-    file = folder / TABLE
-    try:
-        with file.open("rb") as stream:
-            table = _TableUnpickler(stream).load()
-    except CheckpointError as error:
-        raise CheckpointError(f"{file} is not trusted: {error}") from None
-    except Exception as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from None
-    if not isinstance(table, Metadata):
-        raise CheckpointError(f"{file} is not trusted: it holds {type(table).__name__}, not a table of contents")
-    return table
+from rhymemeg.parallel.torch_dist import read_table, tensors_of
 
 
 class _SafeReader(CachedMetadataFileSystemReader):
@@ -158,9 +115,7 @@ def _last_line(error: BaseException) -> str:
 
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Read what the sharded state asks for. Called by all ranks."""
-    for name, entry in read_table(folder).state_dict_metadata.items():
-        if type(entry).__name__ != "TensorStorageMetadata":
-            raise CheckpointError(f"{folder / TABLE} is not trusted: {name} is a pickled object, not a tensor")
+    tensors_of(folder, read_table(folder))
 
     def reader(path: Any, cache_metadata: bool = False) -> _SafeReader:
         return _SafeReader(path)

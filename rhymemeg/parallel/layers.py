@@ -65,6 +65,10 @@ class CausalAttention(torch.nn.Module):
         return out.permute(2, 0, 1, 3).reshape(s, b, heads * d)
 
 
+_FUSED_INPUT_NORM = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_FUSED_MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+
 def layer_spec(config: TransformerConfig, moe: bool) -> ModuleSpec:
     """One decoder layer, dense or with experts."""
     if moe:
@@ -92,5 +96,8 @@ def layer_spec(config: TransformerConfig, moe: bool) -> ModuleSpec:
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
+            # In a checkpoint, norms go by the names that Transformer Engine's fused layers give them, so that it loads with
+            # either kind of layer.
+            sharded_state_dict_keys_map=_FUSED_INPUT_NORM if moe else _FUSED_INPUT_NORM | _FUSED_MLP_NORM,
         ),
     )

@@ -17,6 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
 from rhymemeg.arch import ModelArch
 from rhymemeg.errors import CheckpointError, TrainingError
 from rhymemeg.parallel.checkpoint_files import read_pieces
@@ -132,11 +135,40 @@ class Checks:
         continued = self.steps(again, 2)
         return {f"{name} continues identically": continued == expected or [continued, expected]}
 
+    def convert(self) -> None:
+        """What the tool writes is what Megatron reads, under several layouts, and the other way round."""
+        from rhymemeg.parallel import convert, dist_checkpoint
+        from rhymemeg.parallel.checkpoint import _sharded_state
+        from rhymemeg.parallel.cpu_backend import megatron_calls
+
+        made, exported, original = self.work / "made", self.work / "exported", self.models / MODEL
+        if self.runtime.is_rank0:
+            convert.to_megatron(original, made, max_file_bytes=200_000)
+        self.runtime.barrier("converted")
+        for name, layout in (("tp2", {TP: 2, SP: True}), ("ep2", {EP: 2}), ("pp2", {PP: 2})):
+            actor = self.actor(layout)
+            expected = [p.detach().clone() for chunk in actor.chunks for p in chunk.parameters()]
+            with torch.no_grad(), megatron_calls():
+                for chunk in actor.chunks:
+                    for p in chunk.parameters():
+                        p.zero_()
+                state = {"model": _sharded_state(actor, is_loading=True)[0]["model"]}
+                actor.chunks[0].load_state_dict(dist_checkpoint.load(state, made)["model"], strict=False)
+            same = all(a.equal(b) for a, b in zip(expected, (p for c in actor.chunks for p in c.parameters())))
+            self.results[f"megatron reads converted weights on {name}"] = all(self.runtime.all_gather_object(same))
+            actor.save_checkpoint(self.work / f"unchanged {name}", {})
+            if self.runtime.is_rank0:
+                convert.to_hf(self.work / f"unchanged {name}", exported, model=original)
+                a, b = (load_file(folder / "model.safetensors") for folder in (exported, original))
+                back = a.keys() == b.keys() and all(a[k].equal(b[k]) for k in a)
+                self.results[f"hugging face weights from a checkpoint on {name}"] = back
+                shutil.rmtree(exported)
+
     def chain(self) -> None:
         """TP 2, then PP 2, then DP 2, each saving for the next: the losses are those of one layout all along."""
         layouts: list[dict[str, Any]] = [{TP: 2, SP: True}, {PP: 2}, {}, {DISTRIBUTED: False}]
         straight = [step["actor/loss"] for step in self.steps(self.actor({TP: 2, SP: True}), len(layouts))]
-        losses = []
+        losses: list[float] = []
         for i, layout in enumerate(layouts):
             actor = self.actor(layout)
             if i:
@@ -155,8 +187,8 @@ class Checks:
         actor.save_checkpoint(saved, extra, pieces)
         expected = self.steps(actor, 2)
         found = [list(read_pieces(saved, name)) for name in ("both", "only-0", "none")]
-        wanted = [[(0, b"\0\0\0"), (1, b"\1\1\1")], [(0, b"\x80\x04.")], []]
-        self.results["pieces"] = found == wanted or str(found)
+        wanted_pieces = [[(0, b"\0\0\0"), (1, b"\1\1\1")], [(0, b"\x80\x04.")], []]
+        self.results["pieces"] = found == wanted_pieces or str(found)
 
         again = self.actor({EP: 2})
         self.results["extra state"] = again.load_checkpoint(saved) == extra
@@ -165,6 +197,7 @@ class Checks:
 
         self.results |= self.identical("tp2", {TP: 2, SP: True}) | self.identical("pp2", {PP: 2})
         self.chain()
+        self.convert()
 
         for name, layout in (("tp2", {TP: 2, SP: True}), ("pp2", {PP: 2}), ("dp2", {})):
             other = self.actor(layout)
