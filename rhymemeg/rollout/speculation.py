@@ -22,7 +22,7 @@ from typing import Any
 from rhymemeg.arch import ModelArch
 from rhymemeg.config import EngineOptions, HistoSpecOptions
 from rhymemeg.histospec.cost_model import CostModel
-from rhymemeg.histospec.drafter import Drafter, DrafterOptions
+from rhymemeg.histospec.drafter import Drafter, DrafterOptions, step_clock
 from rhymemeg.histospec.history import HistoryBuffer
 from rhymemeg.histospec.metrics import Counters, Watchdog
 from rhymemeg.histospec.proposer import WORKER_EXTENSION, attach, speculative_config
@@ -75,6 +75,7 @@ class Speculation:
             ),
             self.history,
             cost,
+            clock=step_clock(runtime.device_type),
         )
         self.watchdog = Watchdog()
         self.warning: str | None = None
