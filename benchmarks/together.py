@@ -93,7 +93,9 @@ def read(folder: Path, arm: str, repeat: int, epoch: int) -> Result:
     ]
     rewards = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
     held_out = [row["eval/reward"] for row in rows if row.get("eval/reward") is not None]
-    drafted = [row["histospec/tokens_per_request_step"] for row in counted if "histospec/tokens_per_request_step" in row]
+    drafted = [
+        row["histospec/tokens_per_request_step"] for row in counted if "histospec/tokens_per_request_step" in row
+    ]
     return Result(
         arm=arm,
         repeat=repeat,
@@ -119,7 +121,14 @@ def train(options: argparse.Namespace, arm: str, repeat: int, words: Sequence[st
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)),
         *("--module", "rhymemeg.train", "--config", options.config, "--display", "lines"),
-        *("--output-dir", str(folder), "--seed", str(options.seed + repeat), "--train-iters", str(epoch * options.epochs)),
+        *(
+            "--output-dir",
+            str(folder),
+            "--seed",
+            str(options.seed + repeat),
+            "--train-iters",
+            str(epoch * options.epochs),
+        ),
         *("--num-prompts", str(options.prompts), "--rollout-batch-size", str(options.batch)),
         *("--eval-interval", str(epoch * options.epochs), "--save-interval", "0", "--save-final", "False"),
         *("--export-hf", "False", "--tensorboard", "False", *words, *options.extra),
@@ -201,13 +210,18 @@ def draw(results: Sequence[Result], names: Sequence[str], path: Path) -> None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--arms", nargs="+", default=["baseline", "suffix", "histospec", "histopipe", "both"], help="the first is the baseline")
+    add(
+        "--arms",
+        nargs="+",
+        default=["baseline", "suffix", "histospec", "histopipe", "both"],
+        help="the first is the baseline",
+    )
     add("--repeats", type=int, default=5)
     add("--epochs", type=int, default=4)
     add("--prompts", type=int, default=64, help="prompts an epoch")
     add("--batch", type=int, default=16, help="prompts a step")
     add("--ranks", type=int, default=2)
-    add("--carry", type=float, default=0.04, help="limit of --histopipe-carry")
+    add("--carry", type=float, default=0.06, help="limit of --histopipe-carry")
     add("--seed", type=int, default=1)
     add("--config", default="launch/configs/quickstart.yaml")
     add("--output", default="runs/together")

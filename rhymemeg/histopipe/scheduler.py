@@ -11,6 +11,7 @@ it. `state` and `restore` put it into a checkpoint, as JSON.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,6 +28,9 @@ from rhymemeg.rollout.samples import SampleId
 
 VISITS = 2
 """Visits of a prompt whose lengths are kept: the last for predictions, the one before for the growth of outliers."""
+
+CARRIED_PER_ENGINE = 2
+MEASURED_WINDOWS = 16
 
 
 class Row(NamedTuple):
@@ -67,6 +71,7 @@ class Scheduler:
         self.options, self.num_engines, self.slots = options, num_engines, slots
         self.samples_per_prompt, self.max_response_len, self.seed = samples_per_prompt, max_response_len, seed
         self.cost, self._learns_cost = cost or ENGINE_STEPS, cost is None
+        self._measured: deque[tuple[list[StepTiming], list[StepTiming]]] = deque(maxlen=MEASURED_WINDOWS)
         self.feedback = Feedback()
         self.carry = CarryControl(options.carry)
         self.unfinished: dict[SampleId, tuple[int, int]] = {}
@@ -102,7 +107,7 @@ class Scheduler:
                     for sid, (engine, tokens) in sorted(self.unfinished.items())
                 ),
                 finished_early=np.array(done, np.int64).reshape(-1, 2),
-                carry_share=0.0 if strict else self.carry.share,
+                carry_share=0.0 if strict else self.carry_share(len(prompt_ids)),
                 early_share=early,
                 next_prompt_ids=np.array(next_prompt_ids if early else (), np.int64),
                 next_history=history_matrix(
@@ -112,6 +117,12 @@ class Scheduler:
                 ranking_groups=self.options.ranking_groups,
             )
         )
+
+    def carry_share(self, prompts: int) -> float:
+        """rho of a window of so many prompts: what `CarryControl` finds, and room for `CARRIED_PER_ENGINE` responses an
+        engine, since with fewer one engine runs dry while another still has the last ones; within the limit."""
+        room = CARRIED_PER_ENGINE * self.num_engines / max(prompts * self.samples_per_prompt, 1)
+        return min(self.options.carry, max(self.carry.share, room))
 
     def totals(self, decided: Plan) -> WindowTotals:
         """When the window of this plan may close. Under `paper` only what grew out of its group may be left, and leaves
@@ -185,13 +196,22 @@ class Scheduler:
             growth=growth,
         )
 
-    def learn_cost(self, timings: Iterable[StepTiming]) -> None:
-        """Engine steps that were measured in the window, the same on all ranks. A cost model that was given stays."""
-        if self._learns_cost:
-            try:
-                self.cost = profile_from_steps("measured", timings)
-            except ValueError:
-                return  # a window without a step of plain decoding teaches nothing
+    def learn_cost(self, steps: Iterable[StepTiming], prefill: Iterable[StepTiming] = ()) -> None:
+        """What was measured in the window, the same on all ranks: steps of plain decoding, and tokens and seconds of those
+        with prefill. The last `MEASURED_WINDOWS` windows count. A cost model that was given stays."""
+        if not self._learns_cost:
+            return
+        self._measured.append((list(steps), list(prefill)))
+        filled = [p for _, window in self._measured for p in window]
+        tokens = sum(p.tokens for p in filled)
+        try:
+            self.cost = profile_from_steps(
+                "measured",
+                [timing for window, _ in self._measured for timing in window],
+                sum(p.seconds for p in filled) / tokens if tokens else 0.0,
+            )
+        except ValueError:
+            return  # windows without a step of plain decoding teach nothing
 
     def _visit(self, sid: SampleId, tokens: int) -> None:
         visits = self._visits.setdefault(sid.prompt_id, [])

@@ -91,6 +91,7 @@ class Run:
             self.display.note(f"Hugging Face model: {exported}")
         if self.directory is None:
             return
+        self.trainer.scheduler.cost.save(self.directory.path / "engine_profile.json")
         summary = self.directory.write_summary("completed")
         first, last = summary["reward_first_5_steps"], summary["reward_last_5_steps"]
         if first is not None:

@@ -6,6 +6,7 @@ metrics.jsonl          a line a step, in order, and one of eval/* after the last
 tensorboard/           the same numbers as TensorBoard events
 windows.jsonl          a line a rollout window (`rhymemeg.histopipe.record`), cut off likewise
 samples/step_N.jsonl   a line a sample that was trained in step N
+engine_profile.json    step times of the engines as measured, for the simulator
 summary.json           what the run came to
 checkpoints/           see rhymemeg.parallel.checkpoint
 """

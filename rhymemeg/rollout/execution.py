@@ -72,7 +72,8 @@ class WindowPart:
 @dataclass
 class WindowOutcome:
     """What one engine has at the close. On its leader `finished` (of this step) and `finished_early` (of the next), on all
-    its ranks `paused`: samples with tokens that are to be resumed."""
+    its ranks `paused`: samples with tokens that are to be resumed. `timings`: steps of plain decoding; `prefill`: tokens
+    and seconds of all steps with prefill."""
 
     finished: list[Sample]
     finished_early: list[Sample]
@@ -80,6 +81,7 @@ class WindowOutcome:
     report: EngineReport
     seconds: float
     timings: list[StepTiming]
+    prefill: StepTiming
 
 
 @dataclass
@@ -138,6 +140,9 @@ class WindowExecution:
         self.released: list[Sample] = []
         self.counts = _Counts()
         self.timings: deque[StepTiming] = deque(maxlen=TIMINGS)
+        self.prefill = StepTiming(0, 0, 0.0)
+        self._just_added = 0  # tokens to prefill in the next step
+        self._prefilled: set[int] = set()
         self._stays: dict[SampleId, _Stay] = {}
         self._total = Counters(0, 0, 0)
         self._added = Counters(0, 0, 0)
@@ -183,13 +188,15 @@ class WindowExecution:
     def _step(self) -> bool:
         """One engine step; True where requests have finished."""
         before, added = self.ledger.running, self._just_added
-        self._just_added = False
+        self._just_added = 0
         began = time.perf_counter()
         output = self.engine.step()
         seconds = time.perf_counter() - began
         self.counts.steps += 1
         self.counts.tokens += output.tokens
-        if not added and output.waiting == 0:  # no prefill in it
+        if added:
+            self.prefill = StepTiming(0, self.prefill.tokens + added, self.prefill.seconds + seconds)
+        elif output.waiting == 0:
             self.timings.append(StepTiming(before, before, seconds))
         for sample in output.finished:
             sid = sample.sample_id
@@ -207,8 +214,6 @@ class WindowExecution:
             self.progress(Progress(self.counts.tokens, done, output.running, output.waiting))
         return bool(output.finished)
 
-    _just_added = False
-
     def _start(self) -> None:
         """Give the engine what fits into its free slots."""
         while (sid := self.ledger.start()) is not None:
@@ -217,7 +222,9 @@ class WindowExecution:
                 sample = self.samples[sid] = self.part.make(sid)
             had = len(sample.response_ids)
             self.engine.add(sample, self.sampling, sample_seed(self.run_seed, sid, had))
-            self._just_added = True
+            if had or sid.prompt_id not in self._prefilled:  # siblings share the keys and values of their prompt
+                self._just_added += len(sample.prompt_ids) + had
+                self._prefilled.add(sid.prompt_id)
             kind = "resumed" if had else "new"
             if self.ledger.is_early(sid):
                 self.counts.early_started += 1
@@ -453,4 +460,5 @@ class WindowExecution:
             report,
             seconds,
             list(self.timings),
+            self.prefill,
         )

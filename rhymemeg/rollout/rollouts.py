@@ -203,7 +203,7 @@ class Rollouts:
         rows = [Row(SampleId(s, p, i), e, n, bool(c)) for s, p, i, e, n, c in everyone]
         report = replace(outcome.report, spans=())
         told = self.runtime.all_gather_object(
-            (report, outcome.seconds, buckets(outcome.timings)) if self.engine.is_leader else None
+            (report, outcome.seconds, buckets(outcome.timings), outcome.prefill) if self.engine.is_leader else None
         )
         leaders = [entry for entry in told if entry is not None]
         reports = [entry[0] for entry in leaders]
@@ -212,7 +212,7 @@ class Rollouts:
         reports = [replace(r, idle_seconds=min(r.idle_seconds, seconds)) for r in reports]
         spans = self.runtime.gather_object(outcome.report.spans if self.engine.is_leader else (), dst=0)
         record = scheduler.close(decided, seconds, reports, rows)
-        scheduler.learn_cost(timing for entry in leaders for timing in entry[2])
+        scheduler.learn_cost([timing for entry in leaders for timing in entry[2]], [entry[3] for entry in leaders])
         return record if spans is None else replace(record, spans=tuple(span for part in spans for span in part))
 
     # ---------------------------------------------------------------------------------------------------- checkpoint

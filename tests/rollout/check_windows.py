@@ -54,9 +54,7 @@ def run(
     for step, ids in enumerate(STEPS):
         last = step + 1 == len(STEPS)
         then = [] if last or not options.early else [known[p] for p in STEPS[step + 1]]
-        window = rollouts.window(
-            scheduler, step, [known[p] for p in ids], sampling, 1, next_prompts=then, strict=last
-        )
+        window = rollouts.window(scheduler, step, [known[p] for p in ids], sampling, 1, next_prompts=then, strict=last)
         r = window.record
         assert r.carried_out <= r.max_unfinished and len(r.idle_seconds) == engine.num_engines
         for name in ("carried_out", "early_started", "stolen", "migrated", "generated_tokens", "tokens"):

@@ -128,7 +128,7 @@ class Cluster:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(2 * self.timeout)
+            thread.join(self.timeout + 60)
             assert not thread.is_alive(), "an engine hangs"
         if self.errors:
             raise self.errors[0]

@@ -63,7 +63,7 @@ def test_every_sample_exactly_once(options, engines, seed, steal, skew) -> None:
     seen: Counter[SampleId] = Counter()
     for step, now in enumerate(prompts):
         last = step + 1 == len(prompts)
-        limit = s.carry.share
+        limit = s.carry_share(len(now))
         waiting = set(cluster.paused)
         finished, outcomes, record = cluster.window(step, now, () if last else prompts[step + 1], strict=last)
         for sample in finished:
