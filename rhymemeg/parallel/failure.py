@@ -135,8 +135,10 @@ class Guard:
         self._speaking = threading.RLock()
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
-        # Torchrun keeps its store over restarts: what an earlier attempt wrote there is not about this one.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # Torchrun keeps its store over restarts: what an earlier attempt wrote there is not about this one. Where each
+        # attempt has a store of its own (launch/node.sh), hosts that came later count their restarts differently.
+        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "0"
         self._store: Any = dist.PrefixStore(f"rhymemeg/failure/{attempt}", store)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         first = self.rank - int(os.environ.get("LOCAL_RANK", "0"))
