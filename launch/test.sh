@@ -14,7 +14,7 @@ fi
 ruff check .
 ruff format --check .
 mypy
-shellcheck -x launch/*.sh .ci/run
+shellcheck -x launch/*.sh launch/slurm.sbatch .ci/run
 if [ "${1:-}" = --fast ]; then
     exec python -m pytest -m "not engine and not distributed" -q
 fi
