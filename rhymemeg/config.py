@@ -138,7 +138,7 @@ class EngineOptions(Section):
     vllm_enable_prefix_caching: bool = Field(True, description="Share keys and values of equal prefixes.")
     vllm_enable_sleep_mode: bool = Field(True, description="Free the engine's memory while the actor trains (GPU).")
     vllm_speculative_config: str = Field(
-        "", description="vLLM's own speculative decoding, as JSON: {\"method\": \"ngram\", ...}; not with --histospec."
+        "", description='vLLM\'s own speculative decoding, as JSON: {"method": "ngram", ...}; not with --histospec.'
     )
     vllm_enable_expert_parallel: bool = Field(False, description="Engines split experts instead of each expert.")
 
@@ -146,7 +146,9 @@ class EngineOptions(Section):
 class AlgorithmOptions(Section):
     """What is learned from the samples."""
 
-    advantage_estimator: str = Field("grpo", description="grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline or gae.")
+    advantage_estimator: str = Field(
+        "grpo", description="grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline or gae."
+    )
     policy_loss: str = Field("ppo_clip", description="ppo_clip, gspo, cispo or reinforce.")
     eps_clip: float = Field(0.2, gt=0, description="Lower clip: the ratio counts down to 1 - this.")
     eps_clip_high: float | None = Field(None, gt=0, description="Upper clip; default: --eps-clip.")
@@ -216,6 +218,23 @@ class AlgorithmOptions(Section):
     def needs_reference(self) -> bool:
         """A KL term needs the log-probabilities of a reference model."""
         return self.kl_loss_coef > 0 or self.kl_coef > 0
+
+    @property
+    def needs_critic(self) -> bool:
+        """The estimator takes the values of a critic."""
+        return self.advantage_estimator == "gae"
+
+
+class CriticOptions(Section):
+    """The critic of `--advantage-estimator gae`: a second model of the actor's size that predicts returns."""
+
+    critic_lr: float = Field(1e-5, gt=0, description="Peak learning rate of the critic; the schedule is the actor's.")
+    critic_warmup_steps: int = Field(0, ge=0, description="Steps in which the critic alone is trained.")
+    value_clip: float | None = Field(
+        0.5,
+        gt=0,
+        description="Values may move this far from the old ones in a step before they are clipped; none: no clip.",
+    )
 
 
 class DataOptions(Section):
@@ -339,6 +358,7 @@ class Config(Section):
     rollout: RolloutOptions = RolloutOptions()
     engine: EngineOptions = EngineOptions()
     algorithm: AlgorithmOptions = AlgorithmOptions()
+    critic: CriticOptions = CriticOptions()
     data: DataOptions = DataOptions()
     histospec: HistoSpecOptions = HistoSpecOptions()
     histopipe: HistoPipeOptions = HistoPipeOptions()

@@ -1,12 +1,13 @@
 """The training phase: from the samples of a rollout to optimizer steps.
 
-    learner = Learner(config, arch, runtime, clock, actor, reference)
+    learner = Learner(config, arch, runtime, clock, actor, reference, critic)
     metrics = learner.learn(samples, summaries, version)        # all ranks
 
 `samples` are those that this rank holds, `summaries` everyone's (the same list on every rank). From the summaries each
 rank makes the same plan: optimizer steps, micro-batches of every data-parallel rank. Then one exchange brings the tokens
-to the ranks that train them, forward passes add the log-probabilities that the algorithm wants, and rewards become
-advantages (`rhymemeg.rl.credit`).
+to the ranks that train them, forward passes add the log-probabilities that the algorithm wants and a critic's values, and
+rewards become advantages (`rhymemeg.rl.credit`). A critic takes as many optimizer steps as the actor, on the same
+micro-batches, and alone in the first `--critic-warmup-steps`.
 
 A *group* are the samples of one prompt in one step, and its members are compared with each other. `siblings` are
 members whose rewards count in the advantages of their group but that are not trained in this call; with
@@ -20,11 +21,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from rhymemeg.arch import ModelArch
 from rhymemeg.config import Config
 from rhymemeg.observe.clock import StepClock
 from rhymemeg.parallel.actor import Actor
+from rhymemeg.parallel.critic import Critic
 from rhymemeg.parallel.reference import ReferenceWeights
 from rhymemeg.parallel.runtime import Runtime
 from rhymemeg.rl.batching import MicroBatch, TrainSample, collate, plan_micro_batches, spread_fields
@@ -34,6 +37,7 @@ from rhymemeg.rl.exchange import SampleSummary, exchange
 from rhymemeg.rl.losses import aggregation_weights
 from rhymemeg.rl.objective import Objective
 from rhymemeg.rl.rewards.length import overlong_penalty
+from rhymemeg.rl.values import ValueObjective, finish_value_metrics
 from rhymemeg.rollout.samples import Sample, SampleId
 
 
@@ -59,9 +63,10 @@ class Learner:
         clock: StepClock,
         actor: Actor,
         reference: ReferenceWeights | None,
+        critic: Critic | None = None,
     ) -> None:
         self.config, self.arch, self.runtime, self.clock = config, arch, runtime, clock
-        self.actor, self.reference = actor, reference
+        self.actor, self.reference, self.critic = actor, reference, critic
 
     def learn(
         self,
@@ -91,6 +96,9 @@ class Learner:
         if self.reference is not None:
             with self.clock.phase("ref_log_probs"), self.reference.active():
                 batches = [self._with_log_probs(batch, "ref_log_probs") for batch in batches]
+        if self.critic is not None:
+            with self.clock.phase("values"):
+                batches = [_with_field(batch, "values", self.critic.values(batch)) for batch in batches]
         with self.clock.phase("advantages"):
             step, metrics = step_rewards(self.config, summaries, siblings)
             rows = [mini.plan[self.runtime.dp_rank] for mini in minibatches]
@@ -98,12 +106,14 @@ class Learner:
                 options, step, batches, rows, self.runtime.reduce_sum, counts=self._speaks_for_its_batches
             )
             metrics |= numbers
-        updates: list[dict[str, float]] = []
+        passes = [(m, b) for _ in range(options.ppo_epochs) for m, b in zip(minibatches, batches) if m.members]
+        if self.critic is not None:
+            with self.clock.phase("train_critic"):
+                metrics |= summarise_updates([self._update_critic(mini, batch) for mini, batch in passes])
+            if version < self.config.critic.critic_warmup_steps:
+                return metrics
         with self.clock.phase("train"):
-            for _ in range(options.ppo_epochs):
-                for mini, batch in zip(minibatches, batches):
-                    if mini.members:
-                        updates.append(self._update(mini, batch))
+            updates = [self._update(mini, batch) for mini, batch in passes]
         # The comparison with the engine is of the weights that it had: those of the first update, or of all updates of
         # the first epoch if their log-probabilities were taken before.
         fresh = options.num_minibatches if options.old_log_probs == "actor" else 1
@@ -119,6 +129,12 @@ class Learner:
             if name != "rollout_corr/rollout_is_max" or is_corrected(self.config.algorithm):
                 update[name] = self.runtime.reduce_max(value)
         return update
+
+    def _update_critic(self, mini: MiniBatch, batches: list[MicroBatch]) -> dict[str, float]:
+        """One optimizer step of the critic, and its numbers."""
+        assert self.critic is not None
+        objective = ValueObjective(self.config.critic.value_clip, mini.total_tokens)
+        return finish_value_metrics(self.critic.train_step(batches, objective))
 
     @property
     def _speaks_for_its_batches(self) -> bool:
@@ -189,8 +205,11 @@ class Learner:
         return batches
 
     def _with_log_probs(self, batches: list[MicroBatch], name: str) -> list[MicroBatch]:
-        log_probs = self.actor.log_probs(batches, self.config.rollout.temperature)
-        return [spread_fields(batch, {name: values}) for batch, values in zip(batches, log_probs)]
+        return _with_field(batches, name, self.actor.log_probs(batches, self.config.rollout.temperature))
+
+
+def _with_field(batches: list[MicroBatch], name: str, values: Sequence[Tensor]) -> list[MicroBatch]:
+    return [spread_fields(batch, {name: part}) for batch, part in zip(batches, values)]
 
 
 def group_numbers(summaries: Sequence[SampleSummary]) -> npt.NDArray[np.int64]:

@@ -30,6 +30,7 @@ from rhymemeg.observe.statistics import evaluation_metrics, reward_metrics, roll
 from rhymemeg.parallel import resume
 from rhymemeg.parallel.actor import Actor
 from rhymemeg.parallel.checkpoint_folder import CheckpointFolder
+from rhymemeg.parallel.critic import Critic
 from rhymemeg.parallel.reference import ReferenceWeights
 from rhymemeg.parallel.runtime import Runtime
 from rhymemeg.rl.dynamic_sampling import GroupFilter, replacement_indices
@@ -86,7 +87,8 @@ class Trainer:
             if config.algorithm.needs_reference:
                 self.actor.load_weights(config.model.ref_hf_checkpoint or config.model.hf_checkpoint)
                 self.reference = ReferenceWeights(self.actor.chunks)
-            self.learner = Learner(config, arch, runtime, clock, self.actor, self.reference)
+            self.critic = Critic(config, arch, runtime) if config.algorithm.needs_critic else None
+            self.learner = Learner(config, arch, runtime, clock, self.actor, self.reference, self.critic)
             self.checkpoints = CheckpointFolder(Path(config.run.output_dir) / "checkpoints", config.checkpoint, runtime)
             self.first_step = self._load_actor()
         with clock.phase("starting the engine"):
@@ -118,9 +120,11 @@ class Trainer:
     def _load_actor(self) -> int:
         """Weights from the checkpoint to resume, or else from the model folder. Returns the first step to do."""
         steps = 0
-        self._resumed = self.checkpoints.load(self.actor)
+        self._resumed = self.checkpoints.load(self.actor, self.critic)
         if self._resumed is None:
             self.actor.load_weights(self.config.model.hf_checkpoint)
+            if self.critic is not None:
+                self.critic.load_weights(self.config.model.hf_checkpoint)
         else:
             folder, state = self._resumed
             if state["prompts"] != self.prompts.fingerprint:
@@ -343,7 +347,7 @@ class Trainer:
         files = {"samples": pack_samples([*self.rollouts.held(), *self._held.values()])}
         if self.speculation is not None:
             files["history"] = self.speculation.save()
-        self.checkpoints.save(self.actor, steps_done, state, files)
+        self.checkpoints.save(self.actor, steps_done, state, files, self.critic)
 
     def _resume_rollouts(self) -> None:
         """What `save` kept beside the actor."""

@@ -1,4 +1,4 @@
-"""The model that is trained: forward passes, optimizer steps, checkpoints, on whatever layout the run has.
+"""The model that is trained: log-probabilities, optimizer steps, checkpoints, on whatever layout the run has.
 
     actor = Actor(config, arch, runtime)
     actor.load_weights(folder)                                        # Hugging Face safetensors
@@ -6,8 +6,7 @@
     actor.train_step(micro_batches, loss_fn, temperature)             # one optimizer step -> metrics
     actor.save_checkpoint(path, extra_state); actor.load_checkpoint(path)
 
-Every method is called by all ranks. Micro-batches are those of this rank's data-parallel index (the same on all its
-tensor, pipeline and context ranks); their number is the same on all data-parallel ranks, their shapes need not be.
+Every method is called by all ranks; see `trained_model`, which it shares with the critic.
 
 `loss_fn(log_probs [b, s], entropy [b, s] or None, micro_batch) -> (loss, metrics)` returns scalars that are *sums*:
 the step minimises the total of `loss` over all micro-batches and data-parallel ranks, whatever their number, and
@@ -17,226 +16,53 @@ the last stage calls it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as ps
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rhymemeg.arch import ModelArch
 from rhymemeg.config import Config
-from rhymemeg.errors import TrainingError
-from rhymemeg.parallel.context_parallel import gather_rows, held_positions
-from rhymemeg.parallel.cpu_backend import megatron_calls
-from rhymemeg.parallel.lr_schedule import check_schedule, learning_rate
-from rhymemeg.parallel.model import build_model, params_dtype, uses_equal_shapes
-from rhymemeg.parallel.pipeline import schedule_arguments
 from rhymemeg.parallel.runtime import Runtime
+from rhymemeg.parallel.trained_model import Outputs, TrainedModel, Work
 from rhymemeg.parallel.vocab_parallel import log_probs_and_entropy
 from rhymemeg.rl.batching import MicroBatch
 
 LossFunction = Callable[[Tensor, Tensor | None, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
-@dataclass
-class _Work:
-    """A micro-batch as it goes through the pipeline: `tokens` and `labels` are padded and, under context parallelism,
-    this rank's part. `source` is None for a filler that only completes the schedule."""
+class Actor(TrainedModel):
+    """See the module."""
 
-    index: int
-    source: MicroBatch | None
-    tokens: Tensor
-    labels: Tensor
-
-
-class Actor:
-    """See the module. `chunks` are the unwrapped model chunks of this rank, one a virtual stage; `updates` counts the
-    optimizer steps done."""
+    role = "actor"
 
     def __init__(self, config: Config, arch: ModelArch, runtime: Runtime) -> None:
-        self.config, self.arch, self.runtime = config, arch, runtime
-        self.updates = 0
-        self._updates_per_step = config.algorithm.ppo_epochs * config.algorithm.num_minibatches
-        check_schedule(config.optimizer, config.run.train_iters)
-        self.chunks: list[torch.nn.Module] = list(build_model(arch, config.model, config.parallel, runtime))
-        self._is_last_stage = runtime.pp_rank == runtime.pp_size - 1
-        self._model_config: Any = self.chunks[0].config
-        with megatron_calls():
-            self._ddp = self._wrap()
-            self.optimizer = self._make_optimizer()
-        c: Any = self._model_config
-        c.finalize_model_grads_func = _finalize
-        if config.parallel.overlap_grad_reduce:
-            hooks = [(ddp.no_sync, ddp.start_grad_sync) for ddp in self._ddp]
-            c.no_sync_func, c.grad_sync_func = ([h[i] for h in hooks] for i in (0, 1))
-            if len(hooks) == 1:
-                c.no_sync_func, c.grad_sync_func = hooks[0]
-
-    def _wrap(self) -> list[DistributedDataParallel]:
-        p = self.config.parallel
-        options = DistributedDataParallelConfig(
-            use_distributed_optimizer=p.use_distributed_optimizer,
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=p.overlap_grad_reduce,
-            overlap_param_gather=p.overlap_param_gather,
-        )
-        # Only the first chunk is cut into buckets: the reductions of later ones hide behind its backward pass.
-        return [
-            DistributedDataParallel(self._model_config, options, chunk, disable_bucketing=i > 0)
-            for i, chunk in enumerate(self.chunks)
-        ]
-
-    def _make_optimizer(self) -> Any:
-        o = self.config.optimizer
-        dtype = params_dtype(self.config.model, self.runtime.device_type)
-        options = OptimizerConfig(
-            optimizer="adam",
-            lr=o.lr,
-            min_lr=o.min_lr,
-            weight_decay=o.weight_decay,
-            adam_beta1=o.adam_beta1,
-            adam_beta2=o.adam_beta2,
-            adam_eps=o.adam_eps,
-            clip_grad=o.clip_grad,
-            use_distributed_optimizer=self.config.parallel.use_distributed_optimizer,
-            overlap_param_gather=self.config.parallel.overlap_param_gather,
-            params_dtype=dtype,
-            bf16=dtype == torch.bfloat16,
-        )
-        return get_megatron_optimizer(options, self._ddp)
-
-    # ------------------------------------------------------------------------------------------------------- weights
-
-    def load_weights(self, folder: str | Path) -> None:
-        """Read a Hugging Face checkpoint into the model; each rank reads only its part."""
-        from rhymemeg.weight_sync.hf_io import load_hf_checkpoint
-
-        load_hf_checkpoint(self.chunks, self.arch, str(folder), self.runtime)
-        self.weights_changed()
-
-    def weights_changed(self) -> None:
-        """Call after writing to the parameters of `chunks`: the optimizer's fp32 masters take their values."""
-        with megatron_calls():
-            self.optimizer.reload_model_params()
-
-    # ------------------------------------------------------------------------------------------------- forward passes
+        super().__init__(config, arch, runtime, config.optimizer)
 
     def log_probs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
         """log softmax(logits / temperature)[label], fp32 [b, s] for each micro-batch, on all ranks of this
         data-parallel index. Values at padding mean nothing. No gradient."""
         return [log_probs for log_probs, _ in self.log_probs_and_entropy(micro_batches, temperature)]
 
-    @torch.no_grad()
     def log_probs_and_entropy(
         self, micro_batches: Sequence[MicroBatch], temperature: float
     ) -> list[tuple[Tensor, Tensor]]:
         """As `log_probs`, each with the entropy of the distribution."""
-        found: dict[int, tuple[Tensor, Tensor]] = {}
+        pairs: Any = self.evaluate(micro_batches, self._outputs(temperature), count=2)
+        return list(pairs)
 
-        def keep(work: _Work, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            if work.source is not None:
-                found[work.index] = (log_probs, entropy)
-            return log_probs.sum(), {}
+    def _outputs(self, temperature: float, in_place: bool = False) -> Outputs:
+        """Log-probability of each label and entropy, from the logits of the last stage."""
 
-        for ddp in self._ddp:
-            ddp.eval()
-        self._run(self._prepare(micro_batches), keep, temperature, forward_only=True)
-        results = []
-        for i, micro_batch in enumerate(micro_batches):
-            shape = (2, *micro_batch.shape)
-            both = torch.stack(found[i]) if i in found else torch.empty(shape, device=self.runtime.device)
-            if self.runtime.pp_size > 1:
-                group = ps.get_pipeline_model_parallel_group()
-                dist.broadcast(both, ps.get_pipeline_model_parallel_last_rank(), group=group)
-            results.append((both[0], both[1]))
-        return results
-
-    def _prepare(self, micro_batches: Sequence[MicroBatch]) -> list[_Work]:
-        """Pad to what the layout wants: lengths to a multiple of the ranks that share a sequence, the number to a
-        multiple of the pipeline under virtual stages, shapes to one where the expert dispatcher needs it."""
-        r, p = self.runtime, self.config.parallel
-        unit = (r.tp_size if p.sequence_parallel else 1) * (2 * r.cp_size if r.cp_size > 1 else 1)
-        sources: list[MicroBatch | None] = list(micro_batches)
-        shapes = [(b, -(-s // unit) * unit) for b, s in (m.shape for m in micro_batches)]
-        if len(self.chunks) > 1:
-            missing = -len(sources) % r.pp_size
-            sources += [None] * missing
-            shapes += [(1, unit)] * missing
-        if uses_equal_shapes(self.arch, p):
-            most = torch.tensor([max(b for b, _ in shapes), max(s for _, s in shapes)])
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=r.control_group)
-            shapes = [(int(most[0]), int(most[1]))] * len(shapes)
-        works = []
-        for i, (source, (rows, length)) in enumerate(zip(sources, shapes)):
-            tokens = torch.zeros(rows, length, dtype=torch.int64, device=r.device)
-            labels = torch.zeros_like(tokens)
-            if source is not None:
-                b, s = source.shape
-                tokens[:b, :s], labels[:b, :s] = source.tokens, source.labels
-            if r.cp_size > 1:
-                held = held_positions(length, r.cp_rank, r.cp_size).to(r.device)
-                tokens, labels = tokens[:, held], labels[:, held]
-            works.append(_Work(i, source, tokens, labels))
-        return works
-
-    def _run(
-        self,
-        works: list[_Work],
-        head: Callable[[_Work, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]],
-        temperature: float,
-        forward_only: bool,
-    ) -> list[dict[str, Tensor]]:
-        """Megatron's schedule over all micro-batches. `head` turns log-probabilities and entropies [b, s] into a loss
-        and metrics; returned are the metrics of the micro-batches on the last stage, and nothing elsewhere."""
-
-        def loss_of(work: _Work, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        def outputs(work: Work, logits: Tensor) -> tuple[Tensor, ...]:
+            group = ps.get_tensor_model_parallel_group()
             pair = log_probs_and_entropy(
-                logits,
-                work.labels.t(),
-                self.arch.vocab_size,
-                temperature,
-                ps.get_tensor_model_parallel_group(),
-                in_place=not forward_only,
+                logits, work.labels.t(), self.arch.vocab_size, temperature, group, in_place=in_place
             )
-            rows = [gather_rows(x.t(), ps.get_context_parallel_group()) for x in pair]
-            if work.source is not None:
-                b, s = work.source.shape
-                rows = [x[:b, :s] for x in rows]
-            loss, metrics = head(work, rows[0], rows[1])
-            # The second number would be the tokens to divide by; nothing is divided (see _finalize).
-            return loss, torch.ones([], dtype=torch.int, device=loss.device), metrics
+            return tuple(map(work.rows, pair))
 
-        def forward_step(works: Iterator[_Work], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            work = next(works)
-            b, s = work.tokens.shape
-            positions = torch.arange(s, device=work.tokens.device).expand(b, s)
-            return model(work.tokens, positions, None), partial(loss_of, work)
-
-        chunks = len(self._ddp)
-        with megatron_calls():
-            results = get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=[iter(works) for _ in range(chunks)] if chunks > 1 else iter(works),
-                model=self._ddp if chunks > 1 else self._ddp[0],
-                num_microbatches=len(works),
-                seq_length=works[0].tokens.shape[1] * self.runtime.cp_size,
-                micro_batch_size=works[0].tokens.shape[0],
-                forward_only=forward_only,
-                **schedule_arguments(self._model_config),
-            )
-        return results if self._is_last_stage else []
-
-    # ------------------------------------------------------------------------------------------------------- training
+        return outputs
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction, temperature: float
@@ -244,86 +70,16 @@ class Actor:
         """Forward, backward, one optimizer step. Returns the sums of the metrics and actor/loss, actor/grad_norm,
         actor/lr, the same on all ranks. A loss or gradient that is not finite raises TrainingError on all ranks, and
         the weights stay as they are."""
-        self.backward(micro_batches, loss_fn, temperature)
-        return self._last_metrics | self.apply_gradients()
+        return self.backward(micro_batches, loss_fn, temperature) | self.apply_gradients()
 
-    def backward(self, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction, temperature: float) -> None:
-        """The gradient of the total loss, left in Megatron's gradient buffers (`main_grad` of each parameter)."""
+    def backward(
+        self, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction, temperature: float
+    ) -> dict[str, float]:
+        """The gradient of the total loss, left in Megatron's gradient buffers (`main_grad` of each parameter). Returns
+        the sums of the metrics and actor/loss."""
         wants_entropy = getattr(loss_fn, "needs_entropy", True)
 
-        def head(work: _Work, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            if work.source is None:
-                return (log_probs * 0).sum(), {}
-            loss, metrics = loss_fn(log_probs, entropy if wants_entropy else None, work.source)
-            return loss, {**metrics, "actor/loss": loss.detach()}
+        def loss_of(log_probs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            return loss_fn(log_probs, entropy if wants_entropy else None, batch)
 
-        with megatron_calls():
-            for ddp in self._ddp:
-                ddp.train()
-                ddp.zero_grad_buffer()
-            self.optimizer.zero_grad()
-        parts = self._run(self._prepare(micro_batches), head, temperature, forward_only=False)
-        self._last_metrics = self._sum_metrics(parts)
-        if not math.isfinite(self._last_metrics["actor/loss"]):
-            loss = self._last_metrics["actor/loss"]
-            raise TrainingError(f"the loss of optimizer step {self.updates} is {loss}; the weights are unchanged")
-
-    def _sum_metrics(self, parts: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Add up over micro-batches and data-parallel ranks; the same result on all ranks."""
-        r = self.runtime
-        sums: dict[str, float] = {}
-        for part in parts:
-            for name, value in part.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-        # The last rank is on the last stage and knows the names. Tensor and context ranks hold copies: one of each
-        # counts.
-        names = r.broadcast_object(sorted(sums), src=r.world_size - 1)
-        counts = self._is_last_stage and r.tp_rank == 0 and r.cp_rank == 0
-        return dict(zip(names, r.reduce_sum([sums[name] if counts else 0.0 for name in names])))
-
-    def apply_gradients(self) -> dict[str, float]:
-        """Clip, set the learning rate of this update, step. The norm is taken over all parameters of the model."""
-        optimizer = self.optimizer
-        lr = learning_rate(self.config.optimizer, self.updates, self._updates_per_step, self.config.run.train_iters)
-        with megatron_calls():
-            optimizer.prepare_grads()
-            norm = float(optimizer.get_grad_norm())
-            if not math.isfinite(norm):
-                raise TrainingError(
-                    f"the gradient norm of optimizer step {self.updates} is {norm}; the weights are unchanged"
-                )
-            for group in optimizer.param_groups:
-                group["lr"] = lr * group.get("lr_mult", 1.0)
-            limit = self.config.optimizer.clip_grad
-            for part in optimizer.chained_optimizers:
-                parameters = [] if part.is_stub_optimizer else part.get_parameters()
-                if limit > 0 and parameters:
-                    clip_grad_by_total_norm_fp32(parameters, max_norm=limit, total_norm=norm)
-            optimizer.step_with_ready_grads()
-            if self.config.parallel.overlap_param_gather:
-                for ddp in self._ddp:  # others read the parameters next, not only the forward pass
-                    ddp.start_param_sync(force_sync=True)
-        self.updates += 1
-        return {"actor/grad_norm": norm, "actor/lr": lr}
-
-    # ---------------------------------------------------------------------------------------------------- checkpoints
-
-    def save_checkpoint(
-        self, path: str | Path, extra_state: dict[str, Any], files: Mapping[str, bytes] | None = None
-    ) -> None:
-        """Write model, optimizer, schedule and generators; see `checkpoint`."""
-        from rhymemeg.parallel.checkpoint import save
-
-        save(self, Path(path), extra_state, files)
-
-    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Read what `save_checkpoint` wrote, on this or another layout. Returns the extra state."""
-        from rhymemeg.parallel.checkpoint import load
-
-        return load(self, Path(path))
-
-
-def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron's reduction of gradients over data-parallel ranks, tied embeddings and sequence-parallel norms,
-    without its division by a number of tokens."""
-    finalize_model_grads(model, None, **kwargs)
+        return self.accumulate(micro_batches, self._outputs(temperature, in_place=True), loss_of)

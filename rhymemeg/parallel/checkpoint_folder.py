@@ -1,6 +1,7 @@
 """The checkpoints of a run: which to load, where to save, which to keep.
 
     checkpoints/step_00000010/        the state after 10 steps; appears whole or not at all (see `checkpoint`)
+    checkpoints/step_00000010.critic/ of a run with a critic: the critic's, which is there before the other appears
 
 A checkpoint's name is its number of steps done, and a folder under that name is complete, so the newest one is found
 without a file that could point at something else.
@@ -27,6 +28,7 @@ from rhymemeg.errors import CheckpointError
 from rhymemeg.parallel.actor import Actor
 from rhymemeg.parallel.checkpoint import together
 from rhymemeg.parallel.checkpoint_files import DamagedCheckpointError, read_pieces
+from rhymemeg.parallel.critic import Critic
 from rhymemeg.parallel.runtime import Runtime
 
 _NAME = re.compile(r"step_(\d+)")
@@ -55,15 +57,18 @@ class CheckpointFolder:
         candidates = self._candidates()
         return candidates[0] if candidates else None
 
-    def load(self, actor: Actor) -> tuple[Path, dict[str, Any]] | None:
-        """Restore the actor from the checkpoint of `to_load`. Returns the checkpoint and its extra state, or None to
-        start afresh. With 'auto', a damaged checkpoint is passed over for the next older one, with a warning; one that
-        is whole but does not fit is an error."""
+    def load(self, actor: Actor, critic: Critic | None = None) -> tuple[Path, dict[str, Any]] | None:
+        """Restore the actor, and the critic if there is one, from the checkpoint of `to_load`. Returns the checkpoint and
+        its extra state, or None to start afresh. With 'auto', a damaged checkpoint is passed over for the next older
+        one, with a warning; one that is whole but does not fit is an error."""
         together(self.runtime, lambda: self._tidy() if self.runtime.is_rank0 else None)
         candidates = self._candidates()
         for i, folder in enumerate(candidates):
             try:
-                return folder, actor.load_checkpoint(folder)
+                state = actor.load_checkpoint(folder)
+                if critic is not None:
+                    critic.load_checkpoint(_of_critic(folder))
+                return folder, state
             except DamagedCheckpointError as error:
                 if i + 1 == len(candidates):
                     raise
@@ -75,10 +80,11 @@ class CheckpointFolder:
 
         def set_aside() -> None:
             for steps, folder in self.saved():
-                if steps > first_step:
-                    target = folder.with_name(f"{folder.name}.replaced")
-                    shutil.rmtree(target, ignore_errors=True)
-                    os.replace(folder, target)
+                for part in (folder, _of_critic(folder)):
+                    if steps > first_step and part.is_dir():
+                        target = part.with_name(f"{part.name}.replaced")
+                        shutil.rmtree(target, ignore_errors=True)
+                        os.replace(part, target)
 
         later = [folder.name for steps, folder in self.saved() if steps > first_step]
         together(self.runtime, lambda: set_aside() if self.runtime.is_rank0 else None)
@@ -123,21 +129,36 @@ class CheckpointFolder:
                 os.replace(leftover, place)
         for leftover in self.path.glob(".step_*"):
             shutil.rmtree(leftover, ignore_errors=True)
+        for critic in self.path.glob("step_*.critic"):
+            if not critic.with_suffix("").exists():
+                shutil.rmtree(critic, ignore_errors=True)
 
     # ----------------------------------------------------------------------------------------------------------- saving
 
     def save(
-        self, actor: Actor, steps_done: int, state: dict[str, Any], files: Mapping[str, bytes] | None = None
+        self,
+        actor: Actor,
+        steps_done: int,
+        state: dict[str, Any],
+        files: Mapping[str, bytes] | None = None,
+        critic: Critic | None = None,
     ) -> Path:
         """Save, then remove the oldest beyond --keep-last. `files` are this rank's pieces (`checkpoint_files`)."""
         folder = self.path / f"step_{steps_done:08d}"
+        if critic is not None:
+            critic.save_checkpoint(_of_critic(folder), {"step": steps_done})
         actor.save_checkpoint(folder, state, files)
         if self.runtime.is_rank0:
             for old in self._beyond():
                 shutil.rmtree(old, ignore_errors=True)
+                shutil.rmtree(_of_critic(old), ignore_errors=True)
         return folder
 
     def _beyond(self) -> list[Path]:
         """Checkpoints that are not kept."""
         every = self.options.keep_every
         return [path for steps, path in self.saved()[: -self.options.keep_last] if not every or steps % every]
+
+
+def _of_critic(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.critic")

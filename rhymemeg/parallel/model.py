@@ -2,6 +2,8 @@
 
     chunks = build_model(arch, model_options, parallel_options, runtime)
 
+The critic's is a subclass of it (`critic.ValueModel`), built the same way.
+
 The weights are Megatron's random initialisation until a checkpoint is read into them (`weight_sync.hf_io`).
 Layers are Transformer Engine's on a GPU where it is installed, else Megatron's local ones (`layers`); parameters are
 fp32 on the CPU and bf16 on a GPU unless `--params-dtype` says otherwise.
@@ -32,6 +34,8 @@ from rhymemeg.parallel.runtime import Runtime, have_nvidia_apex, have_transforme
 class ActorModel(GPTModel):
     """Megatron's GPT, whose last stage returns vocab-parallel logits as they come out of the output layer,
     [s, b, padded vocabulary / TP], without Megatron's transposed copy of them."""
+
+    has_logits = True
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         if not self.post_process:
@@ -159,7 +163,11 @@ def inverse_frequencies(arch: ModelArch) -> Tensor:
 
 
 def build_model(
-    arch: ModelArch, options: ModelOptions, parallel: ParallelOptions, runtime: Runtime
+    arch: ModelArch,
+    options: ModelOptions,
+    parallel: ParallelOptions,
+    runtime: Runtime,
+    kind: type[ActorModel] = ActorModel,
 ) -> list[ActorModel]:
     """This rank's chunks in order of their virtual stage. Refuses a layout that does not fit the model."""
     check_layout(arch, parallel, runtime.world_size, runtime.device_type)
@@ -178,14 +186,14 @@ def build_model(
                 spec = TransformerBlockSubmodules(
                     layer_specs=[layer_spec(config, arch.layer_is_moe(layer)) for layer in layers], layer_norm=RMSNorm
                 )
-            chunk = ActorModel(
+            chunk = kind(
                 config=config,
                 transformer_layer_spec=spec,
                 vocab_size=arch.padded_vocab_size(options.make_vocab_size_divisible_by, runtime.tp_size),
                 max_sequence_length=arch.max_position_embeddings,
                 pre_process=pp_rank == 0 and stage == 0,
                 post_process=pp_rank == pp - 1 and stage == vpp - 1,
-                share_embeddings_and_output_weights=arch.tie_word_embeddings,
+                share_embeddings_and_output_weights=arch.tie_word_embeddings and kind.has_logits,
                 position_embedding_type="rope",
                 rotary_base=arch.rope_theta,
                 vp_stage=vp_stage,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rhymemeg.errors import ConfigError
-from rhymemeg.rl.advantages import GROUP_ESTIMATORS, VALUE_ESTIMATORS
+from rhymemeg.rl.advantages import GROUP_ESTIMATORS
 
 if TYPE_CHECKING:
     from rhymemeg.config import Config
@@ -14,14 +14,13 @@ if TYPE_CHECKING:
 def check_algorithm(config: Config) -> None:
     """Raises ConfigError for the first contradiction."""
     _check_groups(config)
+    _check_critic(config)
     _check_corrections(config)
     _check_rewards(config)
 
 
 def _check_groups(config: Config) -> None:
     a, r = config.algorithm, config.rollout
-    if a.advantage_estimator in VALUE_ESTIMATORS:
-        raise ConfigError(f"--advantage-estimator {a.advantage_estimator} needs the values of a critic")
     if a.advantage_estimator in GROUP_ESTIMATORS and r.n_samples_per_prompt < 2:
         raise ConfigError(
             f"--advantage-estimator {a.advantage_estimator} compares samples of a prompt: --n-samples-per-prompt must "
@@ -47,6 +46,23 @@ def _check_groups(config: Config) -> None:
         )
     if a.eps_clip_c is not None and a.policy_loss != "ppo_clip":
         raise ConfigError(f"--eps-clip-c is the dual clip of --policy-loss ppo_clip; {a.policy_loss} has none")
+
+
+def _check_critic(config: Config) -> None:
+    a, c = config.algorithm, config.critic
+    if not a.needs_critic:
+        for name, field in type(c).model_fields.items():
+            if getattr(c, name) != field.default:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is of the critic, which --advantage-estimator {a.advantage_estimator} does "
+                    "not have: use gae"
+                )
+        return
+    if c.critic_warmup_steps >= config.run.train_iters > 0:
+        raise ConfigError(
+            f"--critic-warmup-steps {c.critic_warmup_steps} is not less than --train-iters {config.run.train_iters}: the "
+            "actor would never be trained"
+        )
 
 
 def _check_corrections(config: Config) -> None:

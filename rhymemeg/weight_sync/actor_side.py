@@ -29,6 +29,8 @@ _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)")
 # State that is a buffer in Megatron and a weight in Hugging Face.
 _BUFFERS = ("mlp.router.expert_bias",)
+# What no Hugging Face checkpoint of the model has: the critic's head.
+_OWN = ("value_head.weight",)
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -48,6 +50,8 @@ def local_params(chunks: Sequence[torch.nn.Module], arch: ModelArch, runtime: Ru
         named = dict(model.named_parameters())
         named.update({n: b for n, b in model.named_buffers() if n.endswith(_BUFFERS) and b is not None})
         for raw, tensor in named.items():
+            if raw in _OWN:
+                continue
             name = _canonical(raw, model, arch, runtime)
             if name in found:
                 raise WeightSyncError(f"two parameters of this rank are called {name!r}")

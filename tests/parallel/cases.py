@@ -122,3 +122,39 @@ def reference(model: Any) -> dict[str, Tensor]:
     out["loss"] = total.detach()
     out |= {f"grad.{name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return out
+
+
+# --------------------------------------------------------------------------------------------------------- the critic
+
+
+def value_head() -> Tensor:
+    """Weights [1, hidden] of a head that is not zero."""
+    head: Tensor = torch.sin(torch.arange(_SIZES["hidden_size"], dtype=torch.float32))[None] * 0.3
+    return head
+
+
+def with_values(batch: MicroBatch) -> MicroBatch:
+    """The micro-batch with old values and returns."""
+    labels = batch.labels.float()
+    extra = {"values": torch.cos(labels) * 0.5 * batch.loss_mask, "returns": torch.sin(labels) * batch.loss_mask}
+    return MicroBatch(batch.tokens, batch.labels, batch.loss_mask, {**batch.fields, **extra})
+
+
+def value_reference(model: Any, clip: float, tokens: int) -> dict[str, Tensor]:
+    """By transformers: `values.i`, `loss`, `grad.NAME` of the trunk and `grad.value_head`. The loss is written a token at
+    a time."""
+    out: dict[str, Tensor] = {}
+    head = value_head().requires_grad_()
+    total = torch.zeros(())
+    model.zero_grad()
+    for i, batch in enumerate(map(with_values, micro_batches())):
+        values = (model.model(batch.tokens).last_hidden_state @ head.t()).squeeze(-1)
+        out[f"values.{i}"] = values.detach()
+        for at in batch.loss_mask.nonzero().tolist():
+            value, old, target = (x[tuple(at)] for x in (values, batch.fields["values"], batch.fields["returns"]))
+            near = torch.minimum(torch.maximum(value, old - clip), old + clip)
+            total = total + 0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2) / tokens
+    total.backward()
+    out |= {"loss": total.detach(), "grad.value_head": head.grad.clone()}  # type: ignore[union-attr]
+    out |= {f"grad.{name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return out

@@ -36,8 +36,11 @@ def make_config(layout: dict[str, Any]) -> Config:
     return config
 
 
-def whole_tensors(local: dict[str, Tensor], arch: ModelArch, runtime: Runtime) -> dict[str, Tensor] | None:
-    """Put the shards of all ranks together by the layouts (rank 0). Shards that overlap must agree."""
+def whole_tensors(
+    local: dict[str, Tensor], arch: ModelArch, runtime: Runtime, lacking: tuple[str, ...] = ()
+) -> dict[str, Tensor] | None:
+    """Put the shards of all ranks together by the layouts (rank 0). Shards that overlap must agree. `lacking` names what
+    the model does not have."""
     parts = []
     for name, tensor in local.items():
         vocabulary = name in ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -49,7 +52,7 @@ def whole_tensors(local: dict[str, Tensor], arch: ModelArch, runtime: Runtime) -
     gathered = runtime.gather_object(parts)
     if gathered is None:
         return None
-    whole = {name: torch.full(shape, torch.nan) for name, shape in hf_tensors(arch).items()}
+    whole = {name: torch.full(shape, torch.nan) for name, shape in hf_tensors(arch).items() if name not in lacking}
     for name, box, value in (part for rank in gathered for part in rank):
         target = whole[name][tuple(slice(a, b) for a, b in box)]
         known = ~target.isnan()
@@ -58,6 +61,17 @@ def whole_tensors(local: dict[str, Tensor], arch: ModelArch, runtime: Runtime) -
     for name, value in whole.items():
         assert not value.isnan().any(), f"no rank holds all of {name}"
     return whole
+
+
+def whole_gradients(
+    model: Any, arch: ModelArch, runtime: Runtime, lacking: tuple[str, ...] = ()
+) -> dict[str, Tensor] | None:
+    """What a backward pass left in the gradient buffers; without the distributed optimizer, which scatters them."""
+    from rhymemeg.weight_sync.actor_side import local_params
+
+    mains = {p.data_ptr(): p.main_grad for chunk in model.chunks for p in chunk.parameters()}
+    shards = {name: mains[p.data_ptr()] for name, p in local_params(model.chunks, arch, runtime).items()}
+    return whole_tensors(shards, arch, runtime, lacking)
 
 
 def run(job: dict[str, Any], models: Path, out: Path, runtime: Runtime) -> None:
@@ -72,15 +86,12 @@ def run(job: dict[str, Any], models: Path, out: Path, runtime: Runtime) -> None:
     mine = cases.share(batches, runtime.dp_rank, runtime.dp_size)
     results: dict[str, Tensor] = {}
 
-    # Gradients are whole on every rank only without the distributed optimizer, which scatters them.
     plain = make_config({**job["layout"], "use_distributed_optimizer": False})
     actor = Actor(plain, arch, runtime)
     actor.load_weights(folder)
     pairs = actor.log_probs_and_entropy(mine, cases.TEMPERATURE)
     actor.backward(mine, cases.loss, cases.TEMPERATURE)
-    mains = {p.data_ptr(): p.main_grad for chunk in actor.chunks for p in chunk.parameters()}
-    shards = {name: mains[p.data_ptr()] for name, p in local_params(actor.chunks, arch, runtime).items()}
-    gradients = whole_tensors(shards, arch, runtime)
+    gradients = whole_gradients(actor, arch, runtime)
     everyones = runtime.gather_object((runtime.dp_rank, runtime.dp_size, pairs))
 
     config.parallel.use_distributed_optimizer = job.get("distributed_optimizer", True)
