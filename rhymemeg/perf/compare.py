@@ -85,14 +85,14 @@ def compare_results(reference: Sequence[Result], new: Result, rule: Rule, across
         )
     notes += _version_notes(reference, new)
     known = {m.name: m for m in newest.measures}
-    paired = len(reference) == 1 and bool(new.interleaved) and newest.interleaved == new.interleaved
+    turns = len(reference) == 1 and bool(new.interleaved) and newest.interleaved == new.interleaved
     lines = []
     for measure in new.measures:
         if measure.name not in known:
             notes.append(f"{measure.name} is new: nothing to compare it with")
             continue
         pasts = [m for r in reference for m in r.measures if m.name == measure.name]
-        lines.append(_compare_measure(pasts, measure, rule, paired, across_machines))
+        lines.append(_compare_measure(pasts, measure, rule, turns, across_machines))
     missing = known.keys() - {m.name for m in new.measures}
     notes += [f"{name} is missing in {_name(new)}" for name in sorted(missing)]
     if not lines:
@@ -102,25 +102,26 @@ def compare_results(reference: Sequence[Result], new: Result, rule: Rule, across
     )
 
 
-def _compare_measure(pasts: Sequence[Measure], new: Measure, rule: Rule, paired: bool, always_relative: bool) -> Line:
+def _compare_measure(pasts: Sequence[Measure], new: Measure, rule: Rule, turns: bool, always_relative: bool) -> Line:
+    before = math.exp(statistics.location([r for m in pasts for r in m.rounds]))
+    after = math.exp(statistics.location(new.rounds))
+    if turns and [len(r) for r in pasts[0].rounds] == [len(r) for r in new.rounds]:
+        change = statistics.compare_turns(pasts[0].rounds, new.rounds, rule)
+        return Line(new.name, new.phase, new.unit, before, after, change, f"{new.clock} time, in turns")
     tried = []
     for relative in (True,) if always_relative else (False, True):
         if relative and not all(m.reference_rounds for m in (*pasts, new)):
             continue
         histories = [_relative(m) if relative else m.rounds for m in pasts]
         rounds = [r for history in histories for r in history]
-        after = _relative(new) if relative else new.rounds
-        spread = statistics.between_runs(histories)
-        change = statistics.compare(rounds, after, rule, paired=paired, between_runs=spread)
-        how = "relative to the machine's speed" if relative else f"{new.clock} time"
-        tried.append((change, how))
+        now = _relative(new) if relative else new.rounds
+        change = statistics.compare(rounds, now, rule, between_runs=statistics.between_runs(histories))
+        tried.append((change, "relative to the machine's speed" if relative else f"{new.clock} time"))
     if not tried:
         raise DataError(f"measure {new.name!r} has no times of the machine's speed, which --across-machines needs")
     # The narrower band is chosen, not the smaller or the larger difference: the choice does not look at the outcome.
     change, how = min(tried, key=lambda item: (not math.isfinite(item[0].band), item[0].band))
-    before = math.exp(statistics.location([r for m in pasts for r in m.rounds]))
-    after_seconds = math.exp(statistics.location(new.rounds))
-    return Line(new.name, new.phase, new.unit, before, after_seconds, change, how + (", in turns" if paired else ""))
+    return Line(new.name, new.phase, new.unit, before, after, change, how)
 
 
 def _relative(measure: Measure) -> Rounds:

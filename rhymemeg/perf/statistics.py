@@ -13,8 +13,8 @@ process, rounds do not. In logarithms, since what disturbs a time multiplies it.
     band          max(`smallest`, `sigmas` x error): a ratio of the reference's own value, the same to both sides; what
                   stays inside counts as unchanged
 
-With pairs (round i of one measured next to round i of the other) the same rounds are drawn for both, so that what disturbs
-both alike cancels.
+Two that were measured in turns (repeat i of one right before or after repeat i of the other) are compared pair by pair: what
+disturbs both alike cancels, so the location is that of the ratios, the mean of their middle, and it is the ratios that are drawn.
 
 The steps of a run are a series in time with work of its own at each step: there the location is the mean of the middle (`TRIM`
 cut off at either end), of the ratios step by step where both runs had the same work, and blocks of neighbouring steps are
@@ -37,7 +37,7 @@ Verdict = Literal["slower", "faster", "unchanged", "noisy", "too few"]
 
 QUANTILE = 0.2
 TRIM = 0.25
-DRAWS = 2000
+DRAWS = 1000
 FEWEST = 5
 """Repeats in all below which nothing is judged."""
 
@@ -69,6 +69,9 @@ class Change:
         return self.verdict in ("slower", "faster")
 
 
+TOO_FEW = Change(math.nan, math.nan, math.nan, math.nan, "too few")
+
+
 def trimmed_mean(values: Floats, trim: float = TRIM) -> Floats:
     """Mean along the last axis of what is left after `trim` of the values is cut off at either end."""
     count = values.shape[-1]
@@ -82,27 +85,33 @@ def location(rounds: Rounds) -> float:
     return float(np.quantile(np.log(np.concatenate([np.asarray(r, np.float64) for r in rounds])), QUANTILE))
 
 
-def compare(reference: Rounds, new: Rounds, rule: Rule, *, paired: bool = False, between_runs: float = 0.0) -> Change:
+def compare(reference: Rounds, new: Rounds, rule: Rule, *, between_runs: float = 0.0) -> Change:
     """`between_runs`: standard deviation of the logarithm of a whole result's location about that of other results of
     the same thing, where a history tells it."""
     if min(sum(map(len, reference)), sum(map(len, new))) < FEWEST:
-        return Change(math.nan, math.nan, math.nan, math.nan, "too few")
+        return TOO_FEW
     rng = np.random.default_rng(0)
-    order = rng.integers(len(reference), size=(DRAWS, len(reference)))
-    drawn_reference = _draw(reference, order, rng)
-    if not paired or len(reference) != len(new):
-        order = rng.integers(len(new), size=(DRAWS, len(new)))
-    drawn_new = _draw(new, order, rng)
-    drawn = drawn_new - drawn_reference
+    parts = [np.quantile(_draw([np.log(r) for r in rounds], rng), QUANTILE, axis=1) for rounds in (reference, new)]
+    drawn = parts[1] - parts[0]
     error = float(drawn.std()) * _widen(min(len(reference), len(new)))
     difference = location(new) - location(reference)
     return judge(difference, math.hypot(error, between_runs), drawn, rule)
 
 
+def compare_turns(reference: Rounds, new: Rounds, rule: Rule) -> Change:
+    """Rounds and repeats that were measured in turns, of the same shape."""
+    pairs = [np.log(b) - np.log(a) for a, b in zip(reference, new, strict=True)]
+    if sum(map(len, pairs)) < FEWEST:
+        return TOO_FEW
+    drawn = trimmed_mean(_draw(pairs, np.random.default_rng(0)))
+    error = float(drawn.std()) * _widen(len(pairs))
+    return judge(float(trimmed_mean(np.concatenate(pairs))), error, drawn, rule)
+
+
 def compare_series(reference: Floats, new: Floats, rule: Rule, *, paired: bool) -> Change:
     """Two series of values a step (of the same steps, where `paired`). See the module for blocks."""
     if min(len(reference), len(new)) < FEWEST:
-        return Change(math.nan, math.nan, math.nan, math.nan, "too few")
+        return TOO_FEW
     rng = np.random.default_rng(0)
     a, b = np.log(reference), np.log(new)
     if paired:
@@ -143,15 +152,15 @@ def _widen(count: int) -> float:
     return math.sqrt(count / (count - 1)) if count > 1 else 1.0
 
 
-def _draw(rounds: Rounds, order: npt.NDArray[np.int64], rng: np.random.Generator) -> Floats:
-    """Locations [draws] of the rounds in `order` [draws, rounds], with the repeats of each drawn anew."""
+def _draw(rounds: Sequence[Floats], rng: np.random.Generator) -> Floats:
+    """[draws, repeats in all]: rounds drawn with replacement, and the repeats in each."""
     each = round(sum(map(len, rounds)) / len(rounds))
+    order = rng.integers(len(rounds), size=(DRAWS, len(rounds)))
     values = np.empty((*order.shape, each))
     for number, repeats in enumerate(rounds):
-        logs = np.log(np.asarray(repeats, np.float64))
         at = order == number
-        values[at] = logs[rng.integers(len(logs), size=(int(at.sum()), each))]
-    return np.quantile(values.reshape(len(order), -1), QUANTILE, axis=1)
+        values[at] = repeats[rng.integers(len(repeats), size=(int(at.sum()), each))]
+    return values.reshape(DRAWS, -1)
 
 
 def _blocks(count: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
