@@ -84,6 +84,10 @@ class Display:
             ),
             f"| logp diff {m.get('actor/train_rollout_logprob_abs_diff', 0):.1e}",
         ]
+        if m.get("histopipe/idle_share", 0) >= 0.005:
+            parts.append(f"| idle {100 * m['histopipe/idle_share']:.0f} %")
+        if "histospec/tokens_per_request_step" in m:
+            parts.append(f"| {m['histospec/tokens_per_request_step']:.1f} tokens a step")
         if "eval/reward" in m:
             parts.append(f"| held-out {m['eval/reward']:.3f} ± {m.get('eval/reward_se', 0):.3f}")
         return "  ".join(parts)
@@ -110,6 +114,8 @@ class Display:
              "truncated", f"{100 * m.get('rollout/truncated', 0):.1f} %"),
             ("logp difference", f"{m.get('actor/train_rollout_logprob_abs_diff', 0):.1e}",
              "held-out", f"{m['eval/reward']:.3f}" if "eval/reward" in m else "-"),
+            ("engines idle", f"{100 * m.get('histopipe/idle_share', 0):.1f} %",
+             "tokens a step", f"{m.get('histospec/tokens_per_request_step', 1):.2f}"),
         ):  # fmt: skip
             grid.add_row(Text(row[0], style="dim"), row[1], Text(row[2], style="dim"), row[3])
         total = sum(v for k, v in m.items() if k.startswith("timing_s/")) or 1.0
