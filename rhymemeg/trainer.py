@@ -232,8 +232,8 @@ class Trainer:
         """Judge this rank's new samples. Returns what is to be trained in this step, and what the samples say of it."""
         assert self.record is not None
         known = {p.prompt_id: p for p in prompts}
-        if self.record.carried_in:
-            known |= {p.prompt_id: p for p in self.prompts_at(step - 1)}
+        if self.record.carried_in:  # of the step before, or of this step's window before where a step has several
+            known |= {p.prompt_id: p for at in (step - 1, step) if at >= 0 for p in self.prompts_at(at)}
         self.scorer.score(samples, known)
         complete = share_summaries(samples, self.runtime)
         self._held |= {s.sample_id: s for s in samples}
