@@ -10,6 +10,7 @@ is, an epoch in which training changed nothing; give the weights of an epoch ear
 Arms, which take turns in each repeat, all with the same request seeds:
 
     plain       an engine that was started without speculative decoding
+    off         an engine started for HistoSpec, with nothing attached
     POLICY      HistoSpec: history and live siblings (goodput, paper, published, fixed:K; `--policies`)
     history     the first policy without siblings
     control     the first policy, history shifted by one prompt, no siblings: nothing to gain, and nothing may be lost
@@ -299,6 +300,8 @@ def bench(args: argparse.Namespace) -> list[dict[str, Any]]:
             elif name in ("history", "control"):
                 past = history if name == "history" else shifted
                 arms.append(HistoSpecArm(name, ours, prompts, past, args.policies[0], False, args.profile))
+            elif name == "off":
+                arms.append(Arm("off", ours))
             elif suffix is not None:
                 arms.append(SuffixArm("suffix", suffix, prompts, history))
         runs: dict[str, list[Run]] = {arm.name: [] for arm in arms}
@@ -359,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--policies", nargs="+", default=["goodput"])
-    names = ["policies", "history", "control", "suffix"]
+    names = ["off", "policies", "history", "control", "suffix"]
     parser.add_argument("--arms", nargs="+", choices=names, default=names, help="besides plain")
     parser.add_argument("--profile", default="", help="step times of rhymemeg.histospec.profile; default: built-in")
     parser.add_argument("--arctic", default="", help="folder in which arctic-inference is installed")

@@ -34,7 +34,7 @@ from rhymemeg.histospec.branch import BranchChoice, check_branch_choice, documen
 from rhymemeg.histospec.budget import Remaining, token_weights
 from rhymemeg.histospec.cost_model import CostModel
 from rhymemeg.histospec.history import HistoryBuffer
-from rhymemeg.histospec.index import DraftIndex
+from rhymemeg.histospec.index import MAX_DOCUMENTS, DraftIndex
 from rhymemeg.histospec.metrics import Counters
 from rhymemeg.histospec.policy import LengthPolicy, Proposals, make_policy
 
@@ -98,6 +98,7 @@ class _Prompt:
     length: int
     live_weight: float
     remaining: Remaining
+    documents: int  # in the index
     requests: set[str] = field(default_factory=set)
 
 
@@ -160,7 +161,10 @@ class Drafter:
             prompt_weight=o.prompt_weight,
         )
         return _Prompt(
-            len(prompt_ids), live_weight(o.branch, rewards), Remaining(visits[0].lengths.tolist() if visits else ())
+            len(prompt_ids),
+            live_weight(o.branch, rewards),
+            Remaining(visits[0].lengths.tolist() if visits else ()),
+            sum(len(visit.lengths) for visit in visits) + (o.prompt_weight > 0),
         )
 
     def _tail(self, prompt_ids: Sequence[int] | NDArray[Any]) -> Sequence[int] | NDArray[Any]:
@@ -242,6 +246,8 @@ class Drafter:
                 context, prompt_length = rows.context(row)
                 if request is None or request.known > length:
                     request = self._open(request_id, rows.prompt_id(row), context, prompt_length)
+                    if request is None:
+                        continue
                 request.drafted = 0
                 tokens.append(context[request.known : length])  # type: ignore[arg-type]
             request.known = length
@@ -252,10 +258,13 @@ class Drafter:
 
     def _open(
         self, request_id: str, prompt_id: int, context: Sequence[int] | NDArray[Any], prompt_length: int
-    ) -> _Request:
+    ) -> _Request | None:
         if prompt_id not in self._prompts:
             self.load({prompt_id: context[:prompt_length]})
         prompt = self._prompts[prompt_id]
+        if prompt.documents == MAX_DOCUMENTS:
+            return None  # as many requests as the index can tell apart: more of this prompt get no drafts
+        prompt.documents += 1
         # A resumed request hands in what it has generated as part of its prompt; the loaded prompt knows better.
         prompt_length = prompt.length
         old = self._requests.pop(request_id, None)

@@ -13,7 +13,8 @@ Each rank of a tensor-parallel engine runs its own copy and must draft identical
 the same on all ranks anyway; those are taken from the first rank every `SYNC_EVERY` calls, which all ranks count alike.
 
 `check_exact` and the constructor refuse what vLLM's verification does not keep exact: min_p, logit_bias, custom logits
-processors, and rejection methods other than the standard one.
+processors, and rejection methods other than the standard one. On CPU, `attach` checks that the replacements of
+`rollout.plugin` are in use, without which verification is not exact.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from rhymemeg.histospec.cost_model import CostModel
 from rhymemeg.histospec.drafter import Drafter, Rows
 from rhymemeg.histospec.policy import MAX_DRAFT
 from rhymemeg.rollout.samples import SampleId
+from rhymemeg.rollout.vllm_compat import check_cpu_sampling
 
 PROPOSER = "rhymemeg.histospec.proposer.HistoSpecProposer"
 WORKER_EXTENSION = "rhymemeg.histospec.proposer.HistoSpecWorkerExtension"
@@ -85,11 +87,14 @@ class HistoSpecProposer:
         """Nothing to load; vLLM calls it on CPU without asking."""
 
     def attach(self, runner: Any, drafter: Drafter | None) -> None:
-        """Draft with `drafter` for the requests of this model runner; None switches drafting off."""
+        """Draft with `drafter` for the requests of this model runner; None switches drafting off. ConfigError if its drafts
+        could not be verified exactly in this process."""
         if drafter is not None and drafter.options.max_draft > self.max_draft:
             raise ConfigError(
                 f"the drafter drafts up to {drafter.options.max_draft} tokens, the engine was built for {self.max_draft}"
             )
+        if drafter is not None and getattr(getattr(runner, "device", None), "type", "") == "cpu":
+            check_cpu_sampling()
         # vLLM drops the drafts of all rows when one row is within max_draft of the limit, to protect drafting models. Here each
         # row keeps to its own room.
         runner.effective_drafter_max_model_len = self.max_model_len + self.max_draft
