@@ -37,8 +37,10 @@ from rhymemeg.rollout.wire import pack_samples, unpack_samples
 
 IDLE_SECONDS = 0.002
 """Sleep of a turn of the loop without anything to run."""
-POLL_SECONDS = 0.02
-"""An engine polls about this often; with many engines less, so that the store gets `POLLS_PER_SECOND` at most."""
+POLL_SECONDS = 0.05
+"""An engine polls about this often, and `NEAR` times as often towards the end; with many engines less, so that the store gets
+`POLLS_PER_SECOND` at most."""
+NEAR = 5
 POLLS_PER_SECOND = 4000.0
 SPAN_ENGINES = 32
 """Stays of responses are recorded for the chart on so many engines."""
@@ -153,8 +155,6 @@ class WindowExecution:
         self._heard: dict[int, tuple[int, float]] = {}
         self._watch_at = 0.0
         self._report_at = 0.0
-        interval = max(POLL_SECONDS, engine.num_engines / POLLS_PER_SECOND)
-        self.poll_seconds = interval
 
     # ---------------------------------------------------------------------------------------------------------- loop
 
@@ -291,8 +291,19 @@ class WindowExecution:
             running = [self.samples[sid] for sid in self.ledger.running_keys()]
             commands += self.part.outliers.poll(board, running, self.ledger.is_due)
         self._watch(board)
-        turns = max(1, round(self.poll_seconds / max(self._turn_seconds, 1e-4)))
-        return [*commands, Letter("next", {"turns": turns})]
+        return [*commands, Letter("next", {"turns": self._turns_until_poll()})]
+
+    def _turns_until_poll(self) -> int:
+        """Turns of the loop until the next poll: few when the window is about to close."""
+        total, seconds = self._total, POLL_SECONDS
+        left = self.part.totals.samples - total.settled
+        if (
+            total.started == self.part.totals.samples
+            and left <= self.part.totals.max_unfinished + 2 * self.engine.num_engines
+        ):
+            seconds = POLL_SECONDS / NEAR
+        seconds = max(seconds, self.engine.num_engines / POLLS_PER_SECOND)
+        return max(1, round(seconds / max(self._turn_seconds, 1e-4)))
 
     def _ask(self, board: WindowBoard) -> None:
         """Ask the engine with the longest queue for a part of it, if there is nothing to start here."""
