@@ -245,6 +245,7 @@ class DataOptions(Section):
     )
     prompt_key: str = Field("prompt", description="Field of a line that holds the prompt (text or chat messages).")
     label_key: str = Field("label", description="Field of a line that holds the reference answer.")
+    source_key: str = Field("data_source", description="Field that may name a line's data set, for `rewards`.")
     apply_chat_template: bool = Field(False, description="Wrap prompts with the tokenizer's chat template.")
     num_prompts: int = Field(512, ge=1, description="Prompts to generate (generators only).")
     data_seed: int = Field(0, ge=0, description="Seed of the generator.")
@@ -252,7 +253,9 @@ class DataOptions(Section):
         {}, description="Arguments of the generator, say {max_terms: 12} (in a YAML file only)."
     )
     reward: str = Field(
-        "auto", description="ledger, reasoning_gym, math_verify, exact_match or module:function. auto: the task's own."
+        "auto",
+        description="ledger, reasoning_gym, math_verify, exact_match, format_match, length_penalty, code_tests or "
+        "module:function. auto: the task's own.",
     )
     reward_args: dict[str, Any] = Field({}, description="Arguments of the reward function (in a YAML file only).")
     reward_range: tuple[float, float] | None = Field(

@@ -61,7 +61,9 @@ class PromptSet(Sequence[Prompt]):
             raise IndexError(f"prompt {index} of {len(self)}")
         row = self._source.row(index)
         text = self._text(row)
-        return Prompt(row.prompt_id + self._first_id, text, tuple(self._encode([text])[0]), row.label, self.name)
+        return Prompt(
+            row.prompt_id + self._first_id, text, tuple(self._encode([text])[0]), row.label, row.source or self.name
+        )
 
     def prompt_id(self, index: int) -> int:
         """The id of a prompt, without tokenising it."""
@@ -137,7 +139,9 @@ def _source(options: DataOptions, name: str, count: int, seed: int, unlike: Sour
         # Arguments belong to the task of --prompt-data; another task that is evaluated has its defaults.
         arguments = options.task_args if name == options.prompt_data else {}
         return task_source(name.removeprefix("task:"), count, seed, arguments, unlike)
-    return file_source(name, Fields(options.prompt_key, options.label_key, options.apply_chat_template))
+    return file_source(
+        name, Fields(options.prompt_key, options.label_key, options.apply_chat_template, options.source_key)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ order

@@ -27,12 +27,13 @@ MAX_ID = 999_999_999
 @dataclass(frozen=True)
 class Row:
     """A prompt as it was found: `prompt` is text or a list of chat messages, `place` names it in messages to the
-    user."""
+    user, `source` is the data set that it says it is of, if it does."""
 
     prompt_id: int
     prompt: str | list[dict[str, Any]]
     label: Any
     place: str
+    source: str = ""
 
 
 class Source(Protocol):
@@ -52,11 +53,12 @@ class Source(Protocol):
 @dataclass(frozen=True)
 class Fields:
     """Which fields of a line hold the prompt and the label; with an empty `label` there are no labels. `chat`:
-    prompts may be lists of messages."""
+    prompts may be lists of messages. `source`: the field that may name a data set."""
 
     prompt: str
     label: str
     chat: bool
+    source: str = "data_source"
 
     def read(self, record: Any, place: str, default_id: int) -> Row:
         """The row that a record stands for; raises DataError saying what is wrong with it."""
@@ -72,7 +74,10 @@ class Fields:
         prompt_id = record.get(ID_KEY, default_id)
         if type(prompt_id) is not int or not 0 <= prompt_id <= MAX_ID:
             raise DataError(f"{place}: field {ID_KEY!r} must be an integer from 0 to {MAX_ID}, got {prompt_id!r}")
-        return Row(prompt_id, prompt, record[self.label] if self.label else None, place)
+        source = record.get(self.source, "")
+        if not isinstance(source, str):
+            raise DataError(f"{place}: field {self.source!r} must be text, got {type(source).__name__}")
+        return Row(prompt_id, prompt, record[self.label] if self.label else None, place, source)
 
     def _check_prompt(self, prompt: Any, what: str) -> None:
         if isinstance(prompt, str):

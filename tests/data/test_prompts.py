@@ -56,6 +56,17 @@ def test_jsonl(tmp_path: Path, tokenizer: Any) -> None:
     assert prompts[0].source == file
 
 
+def test_a_line_may_name_its_data_set(tmp_path: Path, tokenizer: Any) -> None:
+    lines = ({"prompt": "x", "label": "", "data_source": "gsm8k"}, {"prompt": "y", "label": "", "kind": "aime"})
+    file = write(tmp_path / "a.jsonl", *lines)
+    assert [p.source for p in load_prompts(DataOptions(prompt_data=file), tokenizer)] == ["gsm8k", file]
+    named = load_prompts(DataOptions(prompt_data=file, source_key="kind"), tokenizer)
+    assert [p.source for p in named] == [file, "aime"]
+    bad = write(tmp_path / "b.jsonl", {"prompt": "x", "label": "", "data_source": 3})
+    with pytest.raises(DataError, match=r"b\.jsonl:1: field 'data_source' must be text, got int"):
+        load_prompts(DataOptions(prompt_data=bad), tokenizer)
+
+
 def test_ids_of_the_file_are_kept_and_must_be_unique(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"prompt": "x", "label": "", "prompt_id": i} for i in (7, 3)]
     assert [p.prompt_id for p in load_prompts(DataOptions(prompt_data=write(tmp_path / "a", *rows)), tokenizer)] == [

@@ -49,7 +49,7 @@ scored = st.lists(st.tuples(rewards_of, st.integers(0, 4), st.integers(0, 9)), m
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 @given(data=scored)
 def test_matches_the_formula(name: str, data: list[tuple[float, int, int]]) -> None:
-    rewards, groups, lengths = ([row[k] for row in data] for k in range(3))
+    rewards, groups, lengths = [r for r, _, _ in data], [g for _, g, _ in data], [n for _, _, n in data]
     got = ADVANTAGES[name](np.array(rewards), np.array(groups), np.array(lengths))
     used = np.array(lengths) > 0 if name.startswith("reinforce_pp") else np.ones(len(data), bool)
     expected = np.array(reference(name, rewards, groups, lengths))

@@ -16,6 +16,13 @@ from rhymemeg.rl.rewards.registry import RewardFunction, describe_error
 Request = tuple[str, Any, dict[str, Any]]
 
 
+def check_range(score: float, limits: tuple[float, float] | None) -> str:
+    """`returned 3, which is outside of its range [0, 1],` or nothing."""
+    if limits is None or limits[0] <= score <= limits[1]:
+        return ""
+    return f"returned {score:g}, which is outside of its range [{limits[0]:g}, {limits[1]:g}],"
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What a reward said of one response: `components` (with `score`), or `problem`, as `raised ...` or `returned

@@ -6,7 +6,8 @@ Requests and replies are pickled frames over its standard input and output, whic
 request is in a worker at a time; a worker that takes longer than the limit is killed and replaced, which also stops
 what no thread could.
 
-`WorkerPool.run` returns the verdicts on a list of requests. It raises RewardError if a worker cannot start or dies.
+`WorkerPool.submit` queues a request and `advance` moves on with all of them, so that rewards are computed while their
+caller does something else. They raise RewardError if a worker cannot start or dies.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from rhymemeg.errors import RewardError
@@ -96,76 +98,84 @@ class _Worker:
 
 
 class WorkerPool:
-    """Processes that compute one reward. They start with the first `run`."""
+    """Processes that compute one reward, each request within `timeout` seconds. They start when requests come."""
 
-    def __init__(self, name: str, location: str, arguments: Mapping[str, Any], size: int) -> None:
-        self._name, self._size = name, size
+    def __init__(self, name: str, location: str, arguments: Mapping[str, Any], size: int, timeout: float) -> None:
+        self._name, self._size, self._timeout = name, size, timeout
         self._setup = {"path": list(sys.path), "name": name, "location": location, "arguments": dict(arguments)}
         self._workers: list[_Worker] = []
+        self._waiting: deque[tuple[int, Request]] = deque()
+        self._selector = selectors.DefaultSelector()
 
-    def run(self, requests: Sequence[Request], timeout: float, bear_timeouts: bool) -> dict[int, Verdict]:
-        """Verdicts by the index of the request. The first problem (or time-out, unless `bear_timeouts`) ends the run
-        and the workers: then only that verdict and those already known are there."""
+    @property
+    def outstanding(self) -> int:
+        """Requests without a verdict."""
+        return len(self._waiting) + sum(worker.task is not None for worker in self._workers)
+
+    def submit(self, index: int, request: Request) -> None:
+        """Queue a request; `advance` returns its verdict under `index`."""
+        self._waiting.append((index, request))
+        if len(self._workers) < min(self._size, self.outstanding):
+            self._start()
+        self._assign_waiting()
+
+    def advance(self, wait: bool) -> dict[int, Verdict]:
+        """Take what is done, hand out what waits, end what takes too long. With `wait`, until there is a verdict or nothing
+        is outstanding."""
         verdicts: dict[int, Verdict] = {}
-        waiting = iter(range(len(requests)))
         try:
-            with selectors.DefaultSelector() as selector:
-                for worker in self._workers:
-                    selector.register(worker.output, selectors.EVENT_READ, worker)
-                while len(self._workers) < min(self._size, len(requests)):
-                    self._start(selector)
-                for worker in self._workers:
-                    if worker.ready:
-                        self._assign(worker, requests, waiting, timeout)
-                while len(verdicts) < len(requests):
-                    busy = [w.deadline for w in self._workers if w.task is not None or not w.ready]
-                    for key, _ in selector.select(max(0.0, min(busy) - time.monotonic())):
-                        self._collect(key.data, verdicts)
-                        if key.data.ready and key.data.task is None:
-                            self._assign(key.data, requests, waiting, timeout)
-                    now = time.monotonic()
-                    for worker in [w for w in self._workers if w.deadline <= now]:
-                        if not worker.ready:
-                            raise RewardError(
-                                f"reward {self._name!r}: a worker process was not ready after {STARTUP_TIMEOUT:g} s"
-                            )
-                        if worker.task is not None:
-                            verdicts[worker.task] = Verdict()
-                            selector.unregister(worker.output)
-                            worker.kill()
-                            self._workers.remove(worker)
-                            self._start(selector)
-                    if any(v.problem or (v.timed_out and not bear_timeouts) for v in verdicts.values()):
-                        self.close()
-                        break
+            while self.outstanding and not verdicts:
+                busy = [w.deadline for w in self._workers if w.task is not None or not w.ready]
+                for key, _ in self._selector.select(max(0.0, min(busy) - time.monotonic()) if wait else 0.0):
+                    self._collect(key.data, verdicts)
+                self._assign_waiting()
+                self._end_late(verdicts)
+                if not wait:
+                    break
         except BaseException:
             self.close()  # workers may hold requests that nobody waits for any more
             raise
         return verdicts
 
     def close(self) -> None:
-        """End all workers."""
-        for worker in self._workers:
-            worker.kill()
-        self._workers.clear()
+        """End all workers and forget all requests."""
+        for worker in list(self._workers):
+            self._end(worker)
+        self._waiting.clear()
 
-    def _start(self, selector: selectors.BaseSelector) -> None:
+    def _start(self) -> None:
         worker = _Worker(self._setup)
         self._workers.append(worker)
-        selector.register(worker.output, selectors.EVENT_READ, worker)
+        self._selector.register(worker.output, selectors.EVENT_READ, worker)
 
-    @staticmethod
-    def _assign(worker: _Worker, requests: Sequence[Request], waiting: Iterator[int], timeout: float) -> None:
-        worker.task = next(waiting, None)
-        if worker.task is not None:
-            worker.deadline = time.monotonic() + timeout
-            worker.send(requests[worker.task])
+    def _end(self, worker: _Worker) -> int:
+        self._selector.unregister(worker.output)
+        self._workers.remove(worker)
+        return worker.kill()
+
+    def _assign_waiting(self) -> None:
+        for worker in self._workers:
+            if self._waiting and worker.ready and worker.task is None:
+                worker.task, request = self._waiting.popleft()
+                worker.deadline = time.monotonic() + self._timeout
+                worker.send(request)
+
+    def _end_late(self, verdicts: dict[int, Verdict]) -> None:
+        now = time.monotonic()
+        for worker in [w for w in self._workers if w.deadline <= now]:
+            if not worker.ready:
+                raise RewardError(f"reward {self._name!r}: a worker process was not ready after {STARTUP_TIMEOUT:g} s")
+            if worker.task is not None:
+                verdicts[worker.task] = Verdict()
+                self._end(worker)
+                if self._waiting:
+                    self._start()
 
     def _collect(self, worker: _Worker, verdicts: dict[int, Verdict]) -> None:
         """Take what a worker has sent: first that it is ready, or why it cannot be, then its verdicts."""
         messages = worker.receive()
         if messages is None:
-            ended = f"ended its worker process (status {worker.kill()})"
+            ended = f"ended its worker process (status {self._end(worker)})"
             if worker.task is None:
                 raise RewardError(f"reward {self._name!r} {ended} before it judged anything")
             verdicts[worker.task] = Verdict(problem=ended)

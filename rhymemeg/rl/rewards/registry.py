@@ -5,12 +5,13 @@ A reward is a function
     fn(response: str, label, **info) -> float | dict[str, float]
 
 of the response's text and the prompt's label. `info` has `prompt` (its text), `prompt_id`, `source` (as
-`task:ledger`), and `truncated` (the response ran into its limit); a function that takes fewer of them by name gets
-those. A dict must have `score`, which is the reward; its other entries are logged as `reward/<name>`.
+`task:ledger`), `response_len` (in tokens) and `truncated` (the response ran into its limit); a function that takes fewer
+of them by name gets those. A dict must have `score`, which is the reward; its other entries are logged as
+`reward/<name>`.
 
 `resolve` finds a reward by the name given to `--reward`: one of `known_rewards()`, one that was added by
 
-    @register("shortness")
+    @register("shortness", range=(0.0, 1.0))
     def shortness(response, label): ...
 
 or `module:function` for a function of the user's. Built-in rewards are imported when they are first resolved. Raises
@@ -31,20 +32,24 @@ from rhymemeg.config import did_you_mean
 from rhymemeg.errors import RewardError
 
 RewardFunction = Callable[..., Any]
-INFO = ("prompt", "prompt_id", "source", "truncated")
+INFO = ("prompt", "prompt_id", "source", "response_len", "truncated")
+Range = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Reward:
     """A resolved reward. `location` is `module:function`, from which another process can import it. With `isolated`
     it must not run in the training process (it may hang in a way that no thread can interrupt). A response on which
-    it takes too long gets `timeout_score`, where one is set, instead of ending the run."""
+    it takes too long gets `timeout_score`, where one is set, instead of ending the run. A reward outside of `range` ends
+    the run. `runs_code`: it executes what the model writes, and is off unless allowed."""
 
     name: str
     function: RewardFunction
     location: str
     isolated: bool = False
     timeout_score: float | None = None
+    range: Range | None = None
+    runs_code: bool = False
 
     def bound(self, arguments: Mapping[str, Any]) -> RewardFunction:
         """The function as `fn(response, label, **info)`, with `arguments` fixed and the infos that it does not take
@@ -83,6 +88,8 @@ class _Builtin:
     location: str
     isolated: bool = False
     timeout_score: float | None = None
+    range: Range | None = (0.0, 1.0)
+    runs_code: bool = False
 
 
 _BUILTIN: dict[str, _Builtin] = {
@@ -91,12 +98,15 @@ _BUILTIN: dict[str, _Builtin] = {
     "reasoning_gym": _Builtin("rhymemeg.rl.rewards.reasoning_gym:score_answer"),
     # Comparing formulas may take for ever inside of sympy; a response that cannot be judged is not a right one.
     "math_verify": _Builtin("rhymemeg.rl.rewards.math:math_verify", isolated=True, timeout_score=0.0),
+    "format_match": _Builtin("rhymemeg.rl.rewards.format:format_match", isolated=True, timeout_score=0.0),
+    "length_penalty": _Builtin("rhymemeg.rl.rewards.length:length_penalty", range=(-1.0, 0.0)),
+    "code_tests": _Builtin("rhymemeg.rl.rewards.code:code_tests", isolated=True, timeout_score=0.0, runs_code=True),
 }
 _REGISTERED: dict[str, Reward] = {}
 
 
 def register(
-    name: str, *, isolated: bool = False, timeout_score: float | None = None
+    name: str, *, isolated: bool = False, timeout_score: float | None = None, range: Range | None = None
 ) -> Callable[[RewardFunction], RewardFunction]:
     """Decorator that adds a reward under `name`. See `Reward` for the options."""
 
@@ -105,7 +115,7 @@ def register(
             raise RewardError(f"a reward cannot be called {name!r}: that form is taken")
         if name in _BUILTIN or (name in _REGISTERED and _REGISTERED[name].location != _location(function)):
             raise RewardError(f"a reward called {name!r} exists already")
-        _REGISTERED[name] = Reward(name, function, _location(function), isolated, timeout_score)
+        _REGISTERED[name] = Reward(name, function, _location(function), isolated, timeout_score, range)
         return function
 
     return add
@@ -122,7 +132,15 @@ def resolve(name: str) -> Reward:
         return _REGISTERED[name]
     if name in _BUILTIN:
         found = _BUILTIN[name]
-        return Reward(name, load(found.location, name), found.location, found.isolated, found.timeout_score)
+        return Reward(
+            name,
+            load(found.location, name),
+            found.location,
+            found.isolated,
+            found.timeout_score,
+            found.range,
+            found.runs_code,
+        )
     if ":" in name:
         return Reward(name, load(name, name), name)
     raise RewardError(

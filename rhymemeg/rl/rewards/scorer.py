@@ -1,67 +1,120 @@
 """Judging samples: in this process or in worker processes, with a time limit, and without surprises.
 
-`Scorer.score` sets `reward` and `reward_components` of each sample, or raises one RewardError that names the reward,
-the prompt and what went wrong: it raised, took longer than the limit, or returned something that is not a finite
-number or a dict of them with `score`. With `workers=0` rewards are computed in a thread of this process, one after
-the other; a function that never lets go of the interpreter (a pathological regular expression, say) can only be
-stopped in a worker process, so rewards marked `isolated` always get one.
+    scorer.score(samples, prompts)                  all at once, or
+    scorer.submit(sample, prompt); scorer.poll()    as samples finish, while the engine goes on with the others, and
+    scorer.collect()                                wait for the rest
+
+Each sets `reward` and `reward_components` of the samples, or raises one RewardError that names the reward, the prompt and
+what went wrong: it raised, took longer than the limit, or returned something that is not a finite number in its range, or
+a dict of them with `score`. With `workers=0` rewards are computed in a thread of this process, one after the other; a
+function that never lets go of the interpreter (a pathological regular expression, say) can only be stopped in a worker
+process, so rewards marked `isolated` always get one.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from rhymemeg.config import DataOptions
 from rhymemeg.errors import RewardError
-from rhymemeg.rl.rewards.judge import Request, Verdict, judge
+from rhymemeg.rl.rewards.judge import Request, Verdict, check_range
+from rhymemeg.rl.rewards.mix import weighted_reward
 from rhymemeg.rl.rewards.pool import WorkerPool
-from rhymemeg.rl.rewards.registry import RewardFunction, importable, resolve
+from rhymemeg.rl.rewards.registry import Reward, importable, resolve
+from rhymemeg.rl.rewards.thread import ThreadJudge
 from rhymemeg.rollout.samples import Prompt, Sample
 
 
 class Scorer:
-    """Judges samples by one reward. The name and the function's parameters are checked here; processes start when the
-    first samples come. Not for use by several threads at once. Close it, or use it in `with`."""
+    """Judges samples by one reward (a name, or a `Reward`). The name and the function's parameters are checked here;
+    processes start when the first samples come. Not for use by several threads at once. Close it, or use it in `with`."""
 
     def __init__(
-        self, reward: str, *, timeout: float = 30.0, workers: int = 0, arguments: Mapping[str, Any] | None = None
+        self,
+        reward: str | Reward,
+        *,
+        timeout: float = 30.0,
+        workers: int = 0,
+        arguments: Mapping[str, Any] | None = None,
+        limits: tuple[float, float] | None = None,
+        allow_code_execution: bool = False,
     ) -> None:
-        self.reward = resolve(reward)
-        self.timeout = timeout
+        self.reward = resolve(reward) if isinstance(reward, str) else reward
+        self.timeout, self.limits = timeout, limits or self.reward.range
+        if self.reward.runs_code and not allow_code_execution:
+            raise RewardError(
+                f"reward {self.reward.name!r} executes what the model writes: set --allow-code-execution if it may"
+            )
         self._arguments = dict(arguments or {})
         self._function = self.reward.bound(self._arguments)
         self._workers = max(workers, 1) if self.reward.isolated else workers
         if self._workers and not importable(self.reward):
             raise RewardError(
-                f"reward {reward!r} ({self.reward.location}) cannot be computed in worker processes, which import "
-                "it by that name: put the function into a module, or set --reward-workers 0"
+                f"reward {self.reward.name!r} ({self.reward.location}) cannot be computed in worker processes, which "
+                "import it by that name: put the function into a module, or set --reward-workers 0"
             )
-        self._pool: WorkerPool | None = None
+        self._judge: WorkerPool | ThreadJudge | None = None
+        self._pending: dict[int, Sample] = {}
+        self._submitted = 0
 
     @classmethod
     def from_options(
         cls, options: DataOptions, default_reward: str, arguments: Mapping[str, Any] | None = None
     ) -> Scorer:
         """The scorer of a run; `--reward auto` is `default_reward`, that of the prompts."""
-        name = default_reward if options.reward == "auto" else options.reward
-        return cls(name, timeout=options.reward_timeout, workers=options.reward_workers, arguments=arguments)
+        reward: str | Reward = default_reward if options.reward == "auto" else options.reward
+        if options.rewards:
+            reward, arguments = weighted_reward(options.rewards, default_reward)
+        return cls(
+            reward,
+            timeout=options.reward_timeout,
+            workers=options.reward_workers,
+            arguments=arguments,
+            limits=options.reward_range,
+            allow_code_execution=options.allow_code_execution,
+        )
 
     def score(self, samples: Sequence[Sample], prompts: Mapping[int, Prompt] | Iterable[Prompt]) -> None:
-        """Judge `samples`, whose prompts are among `prompts` (by id, or just the prompts)."""
+        """Judge `samples`, whose prompts are among `prompts` (by id, or just the prompts). Samples that have a reward
+        or were submitted before are not judged again."""
         by_id = prompts if isinstance(prompts, Mapping) else {prompt.prompt_id: prompt for prompt in prompts}
-        requests = [_request(sample, by_id[sample.sample_id.prompt_id]) for sample in samples]
-        for index, verdict in self._verdicts(requests):
-            samples[index].reward, samples[index].reward_components = self._read(verdict, samples[index])
+        known = {id(sample) for sample in self._pending.values()}
+        for sample in samples:
+            if sample.reward is None and id(sample) not in known:
+                self.submit(sample, by_id[sample.sample_id.prompt_id])
+        self.collect()
+
+    def submit(self, sample: Sample, prompt: Prompt) -> None:
+        """Have a finished sample judged, without waiting for it."""
+        if self._judge is None:
+            self._judge = (
+                WorkerPool(self.reward.name, self.reward.location, self._arguments, self._workers, self.timeout)
+                if self._workers
+                else ThreadJudge(self._function, self.timeout)
+            )
+        self._pending[self._submitted] = sample
+        self._judge.submit(self._submitted, _request(sample, prompt))
+        self._submitted += 1
+
+    def poll(self) -> None:
+        """Take what has been judged and hand out what waits; returns at once. Call it between two steps of the engine."""
+        if self._judge is not None and self._pending:
+            self._take(self._judge.advance(wait=False))
+
+    def collect(self) -> None:
+        """Wait until everything that was submitted is judged."""
+        while self._pending:
+            assert self._judge is not None
+            self._take(self._judge.advance(wait=True))
 
     def close(self) -> None:
         """End the worker processes. They also end when this process does, however that happens."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        self._pending.clear()
+        if self._judge is not None:
+            self._judge.close()
+            self._judge = None
 
     def __enter__(self) -> Scorer:
         return self
@@ -71,14 +124,14 @@ class Scorer:
     ) -> None:
         self.close()
 
-    def _verdicts(self, requests: Sequence[Request]) -> Iterable[tuple[int, Verdict]]:
-        """Index and verdict of each request, or at least of one that ends the run."""
-        if not self._workers:
-            return enumerate(judge_here(self._function, requests, self.timeout))
-        if self._pool is None:
-            self._pool = WorkerPool(self.reward.name, self.reward.location, self._arguments, self._workers)
-        verdicts = self._pool.run(requests, self.timeout, bear_timeouts=self.reward.timeout_score is not None)
-        return sorted(verdicts.items(), key=lambda item: item[0])
+    def _take(self, verdicts: Mapping[int, Verdict]) -> None:
+        for index in sorted(verdicts):
+            sample = self._pending.pop(index)
+            try:
+                sample.reward, sample.reward_components = self._read(verdicts[index], sample)
+            except RewardError:
+                self.close()
+                raise
 
     def _read(self, verdict: Verdict, sample: Sample) -> tuple[float, dict[str, float]]:
         """Reward and components; raises the RewardError that the verdict calls for."""
@@ -86,7 +139,10 @@ class Scorer:
         bearable = self.reward.timeout_score is not None
         if verdict.components is not None:
             components = dict(verdict.components) | ({"timeout": 0.0} if bearable else {})
-            return components.pop("score"), components
+            score = components.pop("score")
+            if problem := check_range(score, self.limits):
+                raise RewardError(f"reward {self.reward.name!r} {problem} {where}")
+            return score, components
         if not verdict.timed_out:
             raise RewardError(f"reward {self.reward.name!r} {verdict.problem} {where}") from verdict.cause
         if self.reward.timeout_score is None:
@@ -101,39 +157,10 @@ def _request(sample: Sample, prompt: Prompt) -> Request:
         "prompt": prompt.text,
         "prompt_id": prompt.prompt_id,
         "source": prompt.source,
+        "response_len": len(sample.response_ids),
         "truncated": sample.truncated,
     }
     return sample.text, prompt.label, info
-
-
-def judge_here(function: RewardFunction, requests: Sequence[Request], timeout: float) -> Iterator[Verdict]:
-    """Judge in a thread of this process, so that waiting can end. After a time-out the thread is given up (it is a
-    daemon) and the remaining requests go to a new one. A problem ends it."""
-    done: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
-
-    def work(out: queue.SimpleQueue[Verdict], given_up: threading.Event, remaining: Sequence[Request]) -> None:
-        for request in remaining:
-            out.put(verdict := judge(function, request))
-            if verdict.problem or given_up.is_set():
-                return
-
-    given_up = threading.Event()
-    running = False
-    try:
-        for index in range(len(requests)):
-            if not running:
-                done, given_up = queue.SimpleQueue(), threading.Event()
-                arguments = (done, given_up, requests[index:])
-                threading.Thread(target=work, args=arguments, name="reward", daemon=True).start()
-                running = True
-            try:
-                yield done.get(timeout=timeout)
-            except queue.Empty:
-                given_up.set()
-                running = False
-                yield Verdict()
-    finally:
-        given_up.set()
 
 
 def component_sums(samples: Iterable[Sample]) -> dict[str, tuple[float, int]]:

@@ -70,6 +70,8 @@ def test_many_samples_over_several_workers() -> None:
     samples = [sample("x" * i, prompt_id=i) for i in range(40)]
     with Scorer(f"{USER}:length", workers=2) as scorer:
         for _ in range(2):
+            for one in samples:
+                one.reward = None
             scorer.score(samples, prompts)
             assert [s.reward for s in samples] == [i / 100 for i in range(40)]
         scorer.score([], prompts)
@@ -89,7 +91,87 @@ def test_what_a_reward_prints_does_no_harm(workers: int) -> None:
     assert [s.reward for s in judged(f"{USER}:prints", "x", "y", workers=workers)] == [1.0, 1.0]
 
 
+# ----------------------------------------------------------------------------------------------------- while others run
+
+
+def test_samples_are_judged_while_others_are_generated(workers: int) -> None:
+    """Rewards appear between submissions, without anybody waiting for them."""
+    samples = [sample("x" * i, index=i) for i in range(6)]
+    with Scorer(f"{USER}:length", workers=workers) as scorer:
+        for one in samples[:4]:
+            scorer.submit(one, prompt())
+        deadline = time.monotonic() + 60
+        while any(one.reward is None for one in samples[:4]):
+            scorer.poll()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert samples[4].reward is None
+        scorer.submit(samples[4], prompt())
+        scorer.score(samples, [prompt()])  # takes what was submitted, and judges the rest
+        assert [one.reward for one in samples] == [i / 100 for i in range(6)]
+        scorer.collect()
+
+
+def test_a_sample_that_has_a_reward_is_not_judged_again(workers: int) -> None:
+    done = sample("x")
+    done.reward = 0.75
+    with Scorer(f"{USER}:raises", workers=workers) as scorer:
+        scorer.score([done], [prompt()])
+    assert done.reward == 0.75
+
+
+def test_a_problem_is_told_by_the_next_poll(workers: int) -> None:
+    with Scorer(f"{USER}:raises", workers=workers) as scorer:
+        scorer.submit(sample("x"), prompt())
+        deadline = time.monotonic() + 60
+        with pytest.raises(RewardError, match=r"raised KeyError: 'x'.*on prompt 7"):
+            while time.monotonic() < deadline:
+                scorer.poll()
+                time.sleep(0.01)
+
+
+def test_a_hanging_reward_ends_a_poll(workers: int) -> None:
+    with Scorer(f"{USER}:hangs", workers=workers, timeout=0.3) as scorer:
+        scorer.submit(sample("hang"), prompt())
+        deadline = time.monotonic() + 60
+        with pytest.raises(RewardError, match=r"took longer than --reward-timeout 0\.3 s"):
+            while time.monotonic() < deadline:
+                scorer.poll()
+                time.sleep(0.01)
+
+
 # ------------------------------------------------------------------------------------------------------------- failures
+
+
+def test_a_reward_out_of_its_range_is_an_error(workers: int) -> None:
+    message = r":length' returned 0\.5, which is outside of its range \[0, 0\.3\], on prompt 7"
+    with (
+        pytest.raises(RewardError, match=message),
+        Scorer(f"{USER}:length", workers=workers, limits=(0.0, 0.3)) as scorer,
+    ):
+        scorer.score([sample("a" * 50)], [prompt()])
+
+
+def test_a_range_is_declared_with_the_reward_or_by_option() -> None:
+    if "bounded" not in known_rewards():
+        register("bounded", range=(0.0, 1.0))(bounded)
+    with pytest.raises(RewardError, match=r"'bounded' returned 7, which is outside of its range \[0, 1\]"):
+        judged("bounded", "x")
+    wide = DataOptions(reward="bounded", reward_range=(0.0, 10.0))
+    assert Scorer.from_options(wide, "ledger").limits == (0.0, 10.0)
+    assert Scorer.from_options(DataOptions(), "ledger").limits == (0.0, 1.0)
+
+
+def bounded(response: str, label: Any) -> float:
+    return 7.0
+
+
+def test_code_is_run_only_if_allowed() -> None:
+    with pytest.raises(RewardError, match="'code_tests' executes what the model writes: set --allow-code-execution"):
+        Scorer.from_options(DataOptions(reward="code_tests"), "ledger")
+    with pytest.raises(RewardError, match="'rewards' executes what the model writes"):
+        Scorer.from_options(DataOptions(rewards={"*": ["ledger", "code_tests"]}), "ledger")
+    Scorer.from_options(DataOptions(reward="code_tests", allow_code_execution=True), "ledger").close()
 
 
 @pytest.mark.parametrize(
@@ -153,8 +235,9 @@ def test_workers_end_with_their_parent() -> None:
     program = f"""
 import os, threading, time
 from rhymemeg.rl.rewards.pool import WorkerPool
-pool = WorkerPool("r", "{USER}:hangs", {{}}, 1)
-threading.Thread(target=pool.run, args=([("hang", None, {{}})], 60.0, False), daemon=True).start()
+pool = WorkerPool("r", "{USER}:hangs", {{}}, 1, 60.0)
+pool.submit(0, ("hang", None, {{}}))
+threading.Thread(target=pool.advance, args=(True,), daemon=True).start()
 while not (pool._workers and pool._workers[0].task is not None):
     time.sleep(0.05)
 print(pool._workers[0].process.pid, flush=True)

@@ -22,7 +22,7 @@ def detailed(response: str, label: Any, *, prompt: str, truncated: bool, weight:
 
 
 def everything(response: str, label: Any, **info: Any) -> float:
-    return float(sorted(info) == ["prompt", "prompt_id", "source", "truncated"])
+    return float(sorted(info) == ["prompt", "prompt_id", "response_len", "source", "truncated"])
 
 
 def numpy_number(response: str, label: Any) -> Any:
