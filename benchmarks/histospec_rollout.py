@@ -215,6 +215,29 @@ def start_engine(spec: EngineSpec) -> RolloutEngine:
     return RolloutEngine(spec, Alone(device_type=spec.device_type))
 
 
+def set_up(model: str, num_prompts: int, running: int, kv_cache_gib: float) -> tuple[list[Prompt], Any, EngineSpec]:
+    """Prompts of the ledger task, tokenizer, and the spec of an engine without speculation; torch.distributed runs."""
+    import torch.distributed as dist
+    from transformers import AutoTokenizer
+
+    from rhymemeg.arch import ModelArch
+    from rhymemeg.config import Config, DataOptions, EngineOptions, ModelOptions, RolloutOptions
+    from rhymemeg.data.prompts import load_prompts
+    from rhymemeg.rollout.spec import EngineSpec
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    data = DataOptions(prompt_data="task:ledger", num_prompts=num_prompts)
+    config = Config(
+        model=ModelOptions(hf_checkpoint=model),
+        rollout=RolloutOptions(max_prompt_len=192, max_response_len=MAX_RESPONSE),
+        engine=EngineOptions(vllm_max_num_seqs=running, vllm_kv_cache_memory_gib=kv_cache_gib),
+    )
+    spec = EngineSpec.from_config(config, ModelArch.from_pretrained(model), "cpu")
+    return list(load_prompts(data, tokenizer, max_prompt_len=192)), tokenizer, spec
+
+
 def load_weights(engine: RolloutEngine, folder: str, version: int) -> None:
     """Weights of a Hugging Face folder of one file."""
     from safetensors.torch import load_file
@@ -245,29 +268,11 @@ def summarise(plain: Sequence[Run], runs: Sequence[Run]) -> dict[str, float]:
 
 def bench(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run everything; a dictionary a batch size and arm."""
-    import torch.distributed as dist
-    from transformers import AutoTokenizer
-
-    from rhymemeg.arch import ModelArch
-    from rhymemeg.config import Config, DataOptions, EngineOptions, ModelOptions, RolloutOptions
-    from rhymemeg.data.prompts import load_prompts
     from rhymemeg.histospec.proposer import WORKER_EXTENSION, speculative_config
-    from rhymemeg.rollout.spec import EngineSpec, SamplingOptions
+    from rhymemeg.rollout.spec import SamplingOptions
 
-    arch = ModelArch.from_pretrained(args.model)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    data = DataOptions(prompt_data="task:ledger", num_prompts=args.prompts)
-    prompts = list(load_prompts(data, tokenizer, max_prompt_len=192))
-    config = Config(
-        model=ModelOptions(hf_checkpoint=args.model),
-        rollout=RolloutOptions(max_prompt_len=192, max_response_len=MAX_RESPONSE),
-        engine=EngineOptions(vllm_max_num_seqs=max(args.batches), vllm_kv_cache_memory_gib=args.kv_cache_memory_gib),
-    )
-    spec = EngineSpec.from_config(config, arch, "cpu")
+    prompts, _, spec = set_up(args.model, args.prompts, max(args.batches), args.kv_cache_memory_gib)
     sampling = SamplingOptions(temperature=args.temperature, max_response_len=MAX_RESPONSE)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
     plain = start_engine(spec)
     drafting = speculative_config(MAX_DRAFT, max(args.batches))
     ours = start_engine(replace(spec, speculative=drafting, worker_extension=WORKER_EXTENSION))
