@@ -17,16 +17,17 @@ from typing import Any
 
 from rhymemeg.arch import ModelArch
 from rhymemeg.config import Config
-from rhymemeg.data.prompts import PromptSet, batch_at, load_prompts
+from rhymemeg.data.prompts import batch_at, load_prompts
 from rhymemeg.data.tokenizer import load_tokenizer
 from rhymemeg.errors import CheckpointError, DataError
+from rhymemeg.evaluation import HeldOut, combine, load_held_out
 from rhymemeg.histopipe.cost import cost_model
 from rhymemeg.histopipe.record import WindowRecord
 from rhymemeg.histopipe.scheduler import Scheduler, SchedulerOptions
 from rhymemeg.learner import Learner
 from rhymemeg.observe.clock import StepClock
 from rhymemeg.observe.display import Display
-from rhymemeg.observe.statistics import evaluation_metrics, reward_metrics, rollout_metrics, weighted_means
+from rhymemeg.observe.statistics import reward_metrics, rollout_metrics, weighted_means
 from rhymemeg.parallel import resume
 from rhymemeg.parallel.actor import Actor
 from rhymemeg.parallel.checkpoint_folder import CheckpointFolder
@@ -75,11 +76,9 @@ class Trainer:
             self.prompts = load_prompts(config.data, self.tokenizer, max_prompt_len=limit)
             self.scorer = Scorer.from_options(config.data, self.prompts.default_reward, arguments)
             self._stack.callback(self.scorer.close)
-            self.held_out: PromptSet | None = None
-            if config.data.eval_interval:
-                self.held_out = load_prompts(config.data, self.tokenizer, max_prompt_len=limit, evaluation=True)
-                self.held_out_scorer = Scorer.from_options(config.data, self.held_out.default_reward, arguments)
-                self._stack.callback(self.held_out_scorer.close)
+            self.held_out = load_held_out(config, self.tokenizer)
+            for one in self.held_out:
+                self._stack.callback(one.scorer.close)
             self._check_same_prompts()
         with clock.phase("loading the actor"):
             self.actor = Actor(config, arch, runtime)
@@ -224,6 +223,7 @@ class Trainer:
             config.run.seed,
             next_prompts=self.prompts_at(step + 1) if config.histopipe.histopipe_early and not last else (),
             strict=last,
+            judge=self.scorer,
         )
         self.record = window.record
         return window.finished
@@ -263,7 +263,9 @@ class Trainer:
             prompts = [self.prompts[i] for i in indices]
             self.extra_prompts += prompts
             with self.clock.phase("rollout"):
-                window = self.rollouts.window(self.scheduler, step, prompts, sampling, config.run.seed, strict=True)
+                window = self.rollouts.window(
+                    self.scheduler, step, prompts, sampling, config.run.seed, strict=True, judge=self.scorer
+                )
             with self.clock.phase("reward"):
                 more, numbers = self.score(step, window.finished, prompts)
                 metrics = metrics | self.remember(step, window.finished)
@@ -311,23 +313,23 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Sample and judge the held-out prompts with the weights that the engines have now: `eval/*`. The seeds are the
         same at every evaluation, so that the difference between two is less noisy than either."""
-        assert self.held_out is not None
-        data = self.config.data
-        prompts = [self.held_out[i] for i in range(len(self.held_out))]
+        return combine([(one, self._evaluate(one)) for one in self.held_out])
+
+    def _evaluate(self, held_out: HeldOut) -> dict[str, float]:
+        data, prompts = held_out.options, held_out.all_prompts()
         samples = self.evaluations.window(
             self._scheduler(data.eval_n_samples, policy="complement", outliers=False, carry=0.0, early=0.0),
             0,
             prompts,
             SamplingOptions.from_config(self.config.rollout, data.eval_temperature),
             self.config.run.seed + 1,
+            judge=held_out.scorer,
         ).finished
         if self.speculation is not None:
             self.speculation.forget()  # no history of held-out prompts
-        self.held_out_scorer.score(samples, prompts)
+        held_out.scorer.score(samples, prompts)
         summaries = share_summaries(samples, self.runtime)
-        components = weighted_means(self.runtime.all_gather_object(component_sums(samples)))
-        renamed = {f"eval/{name.removeprefix('reward/')}": value for name, value in components.items()}
-        return renamed | evaluation_metrics(summaries)
+        return held_out.metrics(summaries, weighted_means(self.runtime.all_gather_object(component_sums(samples))))
 
     def checkpoint_is_due(self, steps_done: int) -> bool:
         """Every --save-interval steps, and after the last if --save-final."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,7 +31,7 @@ from rhymemeg.histopipe.window import Progress as Counters
 from rhymemeg.rollout.board import Letter, Status, WindowBoard
 from rhymemeg.rollout.engine import RolloutEngine, SamplingOptions
 from rhymemeg.rollout.outliers import Outliers
-from rhymemeg.rollout.samples import Sample, SampleId, sample_seed
+from rhymemeg.rollout.samples import Prompt, Sample, SampleId, sample_seed
 from rhymemeg.rollout.window import PROGRESS_INTERVAL, Progress, unfinished_message
 from rhymemeg.rollout.wire import pack_samples, unpack_samples
 
@@ -55,16 +55,24 @@ class HistoryTransfer(Protocol):
     def borrow(self, prompt_ids: Iterable[int], data: bytes) -> None: ...
 
 
+class Judge(Protocol):
+    """What judges samples while the engine goes on with others (`rl.rewards.Scorer`)."""
+
+    def submit(self, sample: Sample, prompt: Prompt) -> None: ...
+    def poll(self) -> None: ...
+
+
 @dataclass
 class WindowPart:
     """The plan as far as it concerns one engine. `resumed`: samples with tokens, in start order. `queue`, `early`: ids in
-    start order; where `shared`, all engines have the same two lists and pull from them. `make`: an empty sample."""
+    start order; where `shared`, all engines have the same two lists and pull from them. `prompts` by id: of the samples that
+    start in this window."""
 
     totals: WindowTotals
     resumed: Sequence[Sample]
     queue: Sequence[SampleId]
     early: Sequence[SampleId]
-    make: Callable[[SampleId], Sample]
+    prompts: Mapping[int, Prompt]
     shared: bool = False
     steal: bool = True
     early_in_free_slots: bool = False
@@ -111,7 +119,8 @@ class _Counts:
 
 
 class WindowExecution:
-    """See the module. `silence` and `timeout` in seconds; `progress` is called on the leader, a few times a second."""
+    """See the module. `silence` and `timeout` in seconds; `progress` is called on the leader, a few times a second, and
+    `judge` gets samples there as they finish."""
 
     def __init__(
         self,
@@ -124,10 +133,12 @@ class WindowExecution:
         timeout: float,
         silence: float = 600.0,
         history: HistoryTransfer | None = None,
+        judge: Judge | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
         self.engine, self.part, self.board, self.sampling, self.run_seed = engine, part, board, sampling, run_seed
         self.timeout, self.silence, self.history, self.progress = timeout, silence, history, progress
+        self.judge = judge if engine.is_leader else None
         self.samples = {s.sample_id: s for s in part.resumed}
         self.ledger: EngineLedger[SampleId] = EngineLedger(
             engine.engine_index,
@@ -208,6 +219,11 @@ class WindowExecution:
                 self.finished_early.append(sample)
             del self.samples[sid]
             self._leave(sample, "finished")
+            # A sample that came with tokens from the step before is judged after the window, where its prompt is known.
+            if self.judge is not None and sid.prompt_id in self.part.prompts:
+                self.judge.submit(sample, self.part.prompts[sid.prompt_id])
+        if self.judge is not None:
+            self.judge.poll()
         if self.progress and self.engine.is_leader and (self._now() >= self._report_at or not output.running):
             self._report_at = self._now() + PROGRESS_INTERVAL
             done = len(self.finished) if self.board is None else self._total.settled
@@ -219,7 +235,7 @@ class WindowExecution:
         while (sid := self.ledger.start()) is not None:
             sample = self.samples.get(sid)
             if sample is None:
-                sample = self.samples[sid] = self.part.make(sid)
+                sample = self.samples[sid] = Sample(sid, self.part.prompts[sid.prompt_id].token_ids)
             had = len(sample.response_ids)
             self.engine.add(sample, self.sampling, sample_seed(self.run_seed, sid, had))
             if had or sid.prompt_id not in self._prefilled:  # siblings share the keys and values of their prompt

@@ -24,7 +24,7 @@ from rhymemeg.parallel.runtime import Runtime
 from rhymemeg.rl.exchange import all_gather_rows, exchange_bytes
 from rhymemeg.rollout.board import MAX_SAMPLES, WindowBoard
 from rhymemeg.rollout.engine import RolloutEngine, SamplingOptions
-from rhymemeg.rollout.execution import WindowExecution, WindowOutcome, WindowPart
+from rhymemeg.rollout.execution import Judge, WindowExecution, WindowOutcome, WindowPart
 from rhymemeg.rollout.outliers import Outliers
 from rhymemeg.rollout.samples import Prompt, Sample, SampleId
 from rhymemeg.rollout.speculation import Speculation
@@ -83,8 +83,10 @@ class Rollouts:
         *,
         next_prompts: Sequence[Prompt] = (),
         strict: bool = False,
+        judge: Judge | None = None,
     ) -> Window:
-        """Run one window. `next_prompts` are those of the next step, for engines that may start early."""
+        """Run one window. `next_prompts` are those of the next step, for engines that may start early. `judge` gets samples as
+        they finish; those of the step before are left to the caller."""
         decided = scheduler.plan(
             step, [p.prompt_id for p in prompts], [p.prompt_id for p in next_prompts], strict=strict
         )
@@ -105,7 +107,7 @@ class Rollouts:
             resumed,
             decided.queue_of(self.engine.engine_index),
             decided.early_of(self.engine.engine_index),
-            lambda sid: Sample(sid, known[sid.prompt_id].token_ids),
+            known,
             shared=decided.shared,
             steal=self.limits.steal,
             early_in_free_slots=self.limits.early_in_free_slots,
@@ -122,6 +124,7 @@ class Rollouts:
             timeout=self.limits.timeout,
             silence=self.limits.silence,
             history=self.speculation,
+            judge=judge,
             progress=self.progress,
         ).run()
         if self.speculation is not None:

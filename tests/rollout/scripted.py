@@ -17,7 +17,7 @@ from rhymemeg.rollout.board import WindowBoard
 from rhymemeg.rollout.engine import SamplingOptions, StepOutput
 from rhymemeg.rollout.execution import WindowExecution, WindowOutcome, WindowPart
 from rhymemeg.rollout.outliers import Outliers
-from rhymemeg.rollout.samples import Sample, SampleId
+from rhymemeg.rollout.samples import Prompt, Sample, SampleId
 
 Length = Callable[[SampleId], int]
 
@@ -107,7 +107,7 @@ class Cluster:
                 [self.paused[sid] for sid in decided.resumed_of(e).sample_ids()],
                 decided.queue_of(e),
                 decided.early_of(e),
-                lambda sid: Sample(sid, (1, 2, 3)),
+                {p: Prompt(p, "", (1, 2, 3)) for p in (*prompts, *then)},
                 shared=decided.shared,
                 steal=self.steal,
                 outliers=outliers,
