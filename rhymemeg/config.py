@@ -237,6 +237,18 @@ class CriticOptions(Section):
     )
 
 
+class MoeOptions(Section):
+    """Models with experts: which experts the tokens of a step go to, and how evenly."""
+
+    moe_router_replay: Literal["none", "actor", "rollout"] = Field(
+        "none",
+        description="Train with recorded experts: those of the actor before its first update (R2), or the engine's (R3).",
+    )
+    moe_aux_loss_coeff: float = Field(
+        0.0, ge=0, description="Weight of the auxiliary loss for an even load, a sequence at a time; 0: none."
+    )
+
+
 class DataOptions(Section):
     """Prompts and rewards."""
 
@@ -340,6 +352,18 @@ class SyncOptions(Section):
     offload_gradients: bool = Field(False, description="Gradient buffers are freed while the engines generate.")
 
 
+class ObserveOptions(Section):
+    """What is measured besides the times of the phases."""
+
+    trace_steps: str = Field(
+        "", description="Steps to trace for Perfetto into traces/step_N.json, such as 3,10-12; empty: none."
+    )
+    nvml_interval: float = Field(0.5, ge=0, description="Seconds between looks at the GPU by NVML; 0: none.")
+    gpu_peak_tflops: float = Field(
+        0.0, ge=0, description="Peak of a GPU for the MFU, dense BF16, in 1e12 FLOPs a second; 0: by its name."
+    )
+
+
 class CheckpointOptions(Section):
     """Saving and resuming."""
 
@@ -362,10 +386,12 @@ class Config(Section):
     engine: EngineOptions = EngineOptions()
     algorithm: AlgorithmOptions = AlgorithmOptions()
     critic: CriticOptions = CriticOptions()
+    moe: MoeOptions = MoeOptions()
     data: DataOptions = DataOptions()
     histospec: HistoSpecOptions = HistoSpecOptions()
     histopipe: HistoPipeOptions = HistoPipeOptions()
     sync: SyncOptions = SyncOptions()
+    observe: ObserveOptions = ObserveOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
 
     # ------------------------------------------------------------------------------------------------ reading and writing
@@ -463,6 +489,13 @@ class Config(Section):
             if not isinstance(parsed, dict) or "method" not in parsed:
                 raise ConfigError('--vllm-speculative-config: expected an object with "method"')
         check_algorithm(self)
+        if self.data.eval_interval:
+            from rhymemeg.evaluation import set_options
+
+            set_options(self.data)
+        from rhymemeg.observe.trace import parse_steps
+
+        parse_steps(self.observe.trace_steps)
         if o.min_lr > o.lr:
             raise ConfigError(f"--min-lr {o.min_lr} exceeds --lr {o.lr}")
         if self.model.ref_hf_checkpoint and not a.needs_reference:
@@ -508,8 +541,13 @@ class Config(Section):
                 f"--vllm-tensor-parallel-size {self.engine.vllm_tensor_parallel_size} does not divide the "
                 f"{arch.num_attention_heads} attention heads"
             )
-        if self.engine.vllm_enable_expert_parallel and not arch.is_moe:
-            raise ConfigError("--vllm-enable-expert-parallel: the model has no experts")
+        for given, option in (
+            (self.engine.vllm_enable_expert_parallel, "--vllm-enable-expert-parallel"),
+            (self.moe.moe_router_replay != "none", f"--moe-router-replay {self.moe.moe_router_replay}"),
+            (self.moe.moe_aux_loss_coeff > 0, "--moe-aux-loss-coeff"),
+        ):
+            if given and not arch.is_moe:
+                raise ConfigError(f"{option}: the model has no experts")
 
 
 # ------------------------------------------------------------------------------------------------------------ reflection

@@ -112,14 +112,14 @@ def check_files(config: Config) -> list[str]:
     returns what it could not look at, which is nothing."""
     from rhymemeg.data.prompts import load_prompts
     from rhymemeg.data.tokenizer import load_tokenizer
+    from rhymemeg.evaluation import load_held_out
     from rhymemeg.rl.rewards import Scorer
 
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
-    for evaluation in (False, True) if config.data.eval_interval else (False,):
-        prompts = load_prompts(
-            config.data, tokenizer, max_prompt_len=config.rollout.max_prompt_len, evaluation=evaluation
-        )
-        Scorer.from_options(config.data, prompts.default_reward, config.data.reward_args).close()
+    prompts = load_prompts(config.data, tokenizer, max_prompt_len=config.rollout.max_prompt_len)
+    Scorer.from_options(config.data, prompts.default_reward, config.data.reward_args).close()
+    for held_out in load_held_out(config, tokenizer):
+        held_out.scorer.close()
     if config.histospec.histospec and config.histospec.histospec_profile:
         from rhymemeg.histospec.cost_model import CostModel
 

@@ -6,6 +6,7 @@ errors (`_se`) are over prompts, since the samples of one prompt are not indepen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -60,17 +61,37 @@ def rollout_metrics(summaries: Sequence[SampleSummary]) -> dict[str, float]:
     }
 
 
-def evaluation_metrics(summaries: Sequence[SampleSummary]) -> dict[str, float]:
-    """Held-out reward with its standard error, lengths, and truncation, as `eval/*`."""
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Unbiased estimate of the probability that at least one of k responses passes, from `passed` of `samples`:
+    1 - C(n - c, k) / C(n, k). "Evaluating Large Language Models Trained on Code" (arXiv 2107.03374), section 2.1."""
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} of {samples} samples")
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def evaluation_metrics(
+    summaries: Sequence[SampleSummary], pass_score: float = 1.0, prefix: str = "eval/"
+) -> dict[str, float]:
+    """Held-out reward with its standard error, lengths and truncation; of responses that pass (a reward of at least
+    `pass_score`), the share `mean@n` with n samples a prompt, and `pass@k` for k = 1, 2, 4, ... and n. Standard errors
+    (`_se`) are over prompts."""
     rewards = np.array([s.reward for s in summaries])
-    mean, error = mean_and_error(_by_prompt(summaries, rewards))
-    return {
-        "eval/reward": mean,
-        "eval/reward_se": error,
-        "eval/samples": float(len(summaries)),
-        "eval/response_len_mean": float(np.mean([s.response_len for s in summaries])),
-        "eval/truncated": float(np.mean([s.truncated for s in summaries])),
+    groups = _by_prompt(summaries, rewards)
+    mean, error = mean_and_error(groups)
+    out = {
+        "reward": mean,
+        "reward_se": error,
+        "samples": float(len(summaries)),
+        "response_len_mean": float(np.mean([s.response_len for s in summaries])),
+        "truncated": float(np.mean([s.truncated for s in summaries])),
     }
+    counts = [(len(g), int((g >= pass_score).sum())) for g in groups]
+    n = min(size for size, _ in counts)
+    out[f"mean@{n}"], out[f"mean@{n}_se"] = mean_and_error([np.array([c / size]) for size, c in counts])
+    for k in sorted({2**i for i in range(n.bit_length())} | {n}):
+        estimates = [np.array([pass_at_k(size, c, k)]) for size, c in counts]
+        out[f"pass@{k}"], out[f"pass@{k}_se"] = mean_and_error(estimates)
+    return {prefix + name: value for name, value in out.items()}
 
 
 def weighted_means(parts: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
