@@ -32,7 +32,7 @@ def train(config: Config, arch: ModelArch) -> None:
         for step in range(trainer.first_step, config.run.train_iters):
             failure.begin_step(step)
             metrics: dict[str, float] = {}
-            with clock.step():
+            with run.step(step):
                 if trainer.evaluation_is_due(step):
                     with clock.phase("evaluate"):
                         metrics |= trainer.evaluate()
@@ -45,6 +45,7 @@ def train(config: Config, arch: ModelArch) -> None:
                 if config.algorithm.dynamic_sampling:
                     batch, metrics = trainer.refill(step, batch, metrics)
                 metrics |= trainer.learn(step, batch)
+                run.telemetry.trained(batch.summaries)
                 with clock.phase("sync"):
                     metrics |= trainer.push_weights(step + 1)
                 with clock.phase("log"):

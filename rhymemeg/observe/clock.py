@@ -13,13 +13,15 @@ from contextlib import contextmanager
 
 
 class StepClock:
-    """`now` is a monotonic clock in seconds; `on_phase` hears the name of each phase as it begins."""
+    """`now` is a monotonic clock in seconds; `on_phase` hears the name of each phase as it begins, `on_end`, where set, its
+    name, begin and end when it is over."""
 
     def __init__(
         self, now: Callable[[], float] = time.perf_counter, on_phase: Callable[[str], None] | None = None
     ) -> None:
         self._now = now
         self._on_phase = on_phase
+        self.on_end: Callable[[str, float, float], None] | None = None
         self._stack: list[str] = []
         self._mark = 0.0
         self.seconds: dict[str, float] = {}
@@ -49,12 +51,15 @@ class StepClock:
             yield
             return
         self._charge()
+        begin = self._mark
         self._stack.append(name)
         try:
             yield
         finally:
             self._charge()
             self._stack.pop()
+            if self.on_end is not None:
+                self.on_end(name, begin, self._mark)
 
     @property
     def total(self) -> float:

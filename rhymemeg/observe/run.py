@@ -16,6 +16,7 @@ from rhymemeg.config import Config
 from rhymemeg.observe.clock import StepClock
 from rhymemeg.observe.display import Display
 from rhymemeg.observe.run_dir import RunDirectory
+from rhymemeg.observe.telemetry import Telemetry
 from rhymemeg.parallel import failure
 from rhymemeg.parallel.runtime import Runtime, init_runtime, shutdown
 from rhymemeg.parallel.watchdog import StepBudget
@@ -32,6 +33,13 @@ class Run:
     display: Display
     trainer: Trainer
     directory: RunDirectory | None
+    telemetry: Telemetry
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around the phases of a step: the clock, and the trace if the step is one of --trace-steps."""
+        with self.telemetry.step(step, self.trainer):
+            yield
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add times and rates to the step's numbers; write and show them (rank 0)."""
@@ -44,6 +52,9 @@ class Run:
         numbers["perf/tokens_per_gpu_per_sec"] = (
             (tokens + metrics.get("rollout/prompt_tokens", 0.0)) / total / self.runtime.world_size
         )
+        numbers |= self.telemetry.metrics(numbers)
+        if (trace := self.telemetry.tracer.write(self.trainer.record)) is not None:
+            self.display.note(f"trace of step {step}: {trace} (open in https://ui.perfetto.dev)")
         if self.directory is not None:
             self.directory.log(step, numbers)
         self.display.step(step, numbers)
@@ -146,7 +157,9 @@ def open_run(config: Config, arch: ModelArch) -> Iterator[Run]:
                 directory = RunDirectory(config, trainer.first_step)
                 stack.callback(directory.close)
                 directory.write_summary("running")  # what stays if all processes are killed
-            yield Run(runtime, clock, display, trainer, directory)
+            telemetry = Telemetry(config, arch, runtime, clock)
+            stack.callback(telemetry.close)
+            yield Run(runtime, clock, display, trainer, directory, telemetry)
         except BaseException as error:
             failure.report(error)  # now, and not when engine and workers have been closed
             if directory is not None:  # the steps so far are worth a summary whatever ended the run
