@@ -68,7 +68,7 @@ _current: Guard | None = None
 def phase(name: str) -> None:
     """Name what this rank is doing now; messages say it."""
     if _current is not None:
-        _current.phase = name
+        _current.begin_phase(name)
 
 
 def report(error: BaseException) -> None:
@@ -133,6 +133,7 @@ class Guard:
         self._terminated = False
         self._reported: BaseException | None = None
         self._speaking = threading.RLock()
+        self._beating = threading.Lock()
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
         # Torchrun keeps its store over restarts: what an earlier attempt wrote there is not about this one. Where each
@@ -201,6 +202,12 @@ class Guard:
             signal.signal(signal.SIGTERM, self._previous_handler)
         os.close(self._read_end)
         os.close(self._write_end)
+
+    def begin_phase(self, name: str) -> None:
+        """See the function `phase`. Told at once, so that the phase of a rank that dies is known."""
+        self.phase = name
+        with contextlib.suppress(Exception):  # a store that is gone is the watching thread's matter
+            self._beat()
 
     def begin_step(self, step: int | None) -> None:
         """See the function of this name."""
@@ -326,9 +333,10 @@ class Guard:
     # ------------------------------------------------------------------------------------------------------ watching
 
     def _beat(self, done: bool = False) -> None:
-        self._count += 1
-        line = (self.rank, os.getpid(), self.host, self._count, self.phase, done)
-        self._store.set(f"beat/{self.rank}", json.dumps(line))
+        with self._beating:
+            self._count += 1
+            line = (self.rank, os.getpid(), self.host, self._count, self.phase, done)
+            self._store.set(f"beat/{self.rank}", json.dumps(line))
 
     def _read(self, rank: int) -> Beat | None:
         key = f"beat/{rank}"

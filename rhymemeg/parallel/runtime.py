@@ -148,8 +148,12 @@ def init_runtime(run: RunOptions, parallel: ParallelOptions, seed: int) -> Runti
         device, backend = torch.device("cpu"), "gloo"
         cpu_backend.install()
     _quiet()
+    # Torchrun keeps its store when it restarts the ranks (--max-restarts), and with it the addresses of ranks that are gone.
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    attempt = dist.PrefixStore(f"rhymemeg/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    device_id = device if device_type == "cuda" else None
     dist.init_process_group(
-        backend, timeout=timeout, device_id=device if device_type == "cuda" else None, rank=rank, world_size=world_size
+        backend, store=attempt, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
     )
     control_group = dist.new_group(backend="gloo", timeout=timeout)
     assert control_group is not None

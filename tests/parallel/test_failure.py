@@ -134,6 +134,15 @@ def test_under_torchrun_the_dead_rank_is_named_too(tmp_path: Path) -> None:
     assert "terminate called" not in run.stderr
 
 
+@pytest.mark.distributed
+def test_torchrun_restarts_after_a_rank_has_died() -> None:
+    run = torchrun(2, "restart_worker.py", timeout=180, max_restarts=1)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert sorted(run.stdout.splitlines()) == ["rank 0 ends attempt 1", "rank 1 ends attempt 1"]
+    said = messages(run.stderr)
+    assert len(said) == 1 and re.search(r"rank 1 \(pid \d+ on \S+\) has died .* in phase 'attempt 0'", said[0]), said
+
+
 def test_what_counts_as_a_consequence() -> None:
     assert _is_consequence(RuntimeError("[...]/pair.cc:553] Connection closed by peer [127.0.0.1]:14229"))
     assert _is_consequence(RuntimeError("Timed out waiting 6000ms for recv operation to complete"))
