@@ -13,11 +13,14 @@ repeat.
     histospec   the same with drafts from history
     histopipe   longest first, stealing, and a carry of at most `--carry`; no drafts
     both        histospec and histopipe
+    strict      as histopipe, with nothing carried (not among the default arms)
 
 `idle` counts engine steps (see `histopipe.record`), so noise on the machine does not touch it; `idle time` is by the clock.
-Reward is the mean of the last epoch over repeats, with its standard error, and held-out after the last step.
+Reward is the mean of the last epoch over repeats, with its standard error; held-out is measured before the first step, in the
+middle and after the last; length is that of the samples of the counted steps.
 
-Prints Markdown; everything is in OUTPUT/together.json, the reward curves in OUTPUT/together.png (where matplotlib is).
+Prints Markdown; everything is in OUTPUT/together.json, the reward curves in OUTPUT/together.png (where matplotlib is). A run that
+together.json has is not repeated, so that a measurement that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -71,7 +74,8 @@ class Result:
     tokens_per_request_step: float | None
     mean_length: float
     reward_by_epoch: list[float]
-    held_out: float | None
+    held_out: list[float]
+    """Before the first step, in the middle, after the last."""
 
 
 def read(folder: Path, arm: str, repeat: int, epoch: int) -> Result:
@@ -110,7 +114,7 @@ def read(folder: Path, arm: str, repeat: int, epoch: int) -> Result:
         tokens_per_request_step=statistics.median(drafted) if drafted else None,
         mean_length=statistics.mean(row["rollout/response_len_mean"] for row in counted),
         reward_by_epoch=[statistics.mean(rewards[i : i + epoch]) for i in range(0, len(rewards), epoch)],
-        held_out=held_out[-1] if held_out else None,
+        held_out=held_out,
     )
 
 
@@ -130,7 +134,7 @@ def train(options: argparse.Namespace, arm: str, repeat: int, words: Sequence[st
             str(epoch * options.epochs),
         ),
         *("--num-prompts", str(options.prompts), "--rollout-batch-size", str(options.batch)),
-        *("--eval-interval", str(epoch * options.epochs), "--save-interval", "0", "--save-final", "False"),
+        *("--eval-interval", str(max(epoch * options.epochs // 2, 1)), "--save-interval", "0", "--save-final", "False"),
         *("--export-hf", "False", "--tensorboard", "False", *words, *options.extra),
     ]
     command = [word for word in command if word]
@@ -147,8 +151,8 @@ def table(results: Sequence[Result], names: Sequence[str]) -> str:
     """Markdown: medians over repeats, ratios to the first arm of the same repeat."""
     lines = [
         "| arm | rollout tokens/s | ratio | step s | ratio | window s | idle steps | idle time | engine steps / token | "
-        "tokens / request-step | stale | reward, last epoch | held-out |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "tokens / request-step | stale | reward, last epoch | held-out: start / middle / end | length |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     first = {r.repeat: r for r in results if r.arm == names[0]}
 
@@ -178,7 +182,8 @@ def table(results: Sequence[Result], names: Sequence[str]) -> str:
             f"{med(drafted):.2f}" if drafted else "-",
             f"{100 * med([r.stale_share for r in mine]):.1f} %",
             mean_se([r.reward_by_epoch[-1] for r in mine]),
-            mean_se([r.held_out for r in mine if r.held_out is not None]),
+            " / ".join(mean_se(column) for column in zip(*(r.held_out for r in mine))) or "-",
+            f"{statistics.mean(r.mean_length for r in mine):.1f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -244,9 +249,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "suffix" in names and importlib.util.find_spec("arctic_inference") is None:
         print("suffix is left out: arctic-inference is not installed", file=sys.stderr)
         names.remove("suffix")
-    every, results = arms(options.carry), []
+    every, results = arms(options.carry), load(Path(options.output) / "together.json", options)
+    done = {(r.arm, r.repeat) for r in results}
     for repeat in range(options.repeats):
         for name in names:
+            if (name, repeat) in done:
+                continue
             results.append(train(options, name, repeat, every[name]))
             print(f"repeat {repeat}: {json.dumps(_short(results[-1]))}", file=sys.stderr, flush=True)
             body = {"options": vars(options), "results": [asdict(r) for r in results]}
@@ -255,6 +263,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if importlib.util.find_spec("matplotlib"):
         draw(results, names, Path(options.output) / "together.png")
     return 0
+
+
+def load(file: Path, options: argparse.Namespace) -> list[Result]:
+    """What was measured before with the same options (but for arms and repeats)."""
+    if not file.exists():
+        return []
+    saved = json.loads(file.read_text())
+    loose = ("arms", "repeats", "timeout")
+    if any(saved["options"].get(k) != v for k, v in vars(options).items() if k not in loose):
+        raise SystemExit(f"{file} was measured with other options; choose another --output")
+    return [Result(**entry) for entry in saved["results"]]
 
 
 def _short(result: Result) -> dict[str, Any]:
