@@ -33,3 +33,12 @@ def write_atomically(path: str | Path, write: str | bytes | Callable[[IO[str]], 
 def _to_disk(file: IO[Any]) -> None:
     file.flush()
     os.fsync(file.fileno())
+
+
+def flush_path(path: str | Path) -> None:
+    """Flush a file that has been written and closed, or a folder's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

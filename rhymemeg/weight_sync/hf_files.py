@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rhymemeg.errors import CheckpointError
+from rhymemeg.observe.files import write_atomically
 from rhymemeg.weight_sync.boxes import Box, Shape, slices
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -89,7 +90,7 @@ class HfFolder:
 def write_index(folder: Path, file_of: dict[str, str], total_bytes: int) -> None:
     """The index of a folder of several weight files."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_atomically(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
@@ -102,4 +103,4 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_atomically(path, json.dumps(config, indent=2) + "\n")

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from rhymemeg.arch import ModelArch
 from rhymemeg.errors import CheckpointError, RhymeMegError
+from rhymemeg.observe.files import flush_path
 from rhymemeg.weight_sync.actor_side import actor_layout, local_params
 from rhymemeg.weight_sync.boxes import numel, slices, whole
 from rhymemeg.weight_sync.hf_files import SINGLE, HfFolder, copy_companions, write_index
@@ -164,25 +165,30 @@ def export_hf(
                 write_index(aside, {t: f.name for f in files for t in f.tensors}, sum(f.size for f in files))
         except (OSError, ValueError) as problem:
             error = CheckpointError(f"cannot write {target}: {problem}")
-    agree(runtime, error)
+    _agree_or_remove(runtime, error, aside)
     group = dist.new_group(backend=runtime.backend, timeout=runtime.timeout)
     try:
         courier = Courier(plan, runtime.rank, group, runtime.device, dtype, runtime.timeout)
         error = _write_files(courier, files, held_views(params, layout, actor, runtime.rank), aside, target)
     finally:
         dist.destroy_process_group(group)
-    try:
-        agree(runtime, error)
-    except CheckpointError:
-        if runtime.is_rank0:
-            shutil.rmtree(aside, ignore_errors=True)
-        raise
+    _agree_or_remove(runtime, error, aside)
     if runtime.is_rank0:
         try:
             _swap_in(aside, target)
         except OSError as problem:
             error = CheckpointError(f"cannot put {target} in place: {problem}")
     agree(runtime, error)
+
+
+def _agree_or_remove(runtime: Runtime, error: Exception | None, aside: Path) -> None:
+    """`agree`; where it raises, the unfinished folder goes first."""
+    try:
+        agree(runtime, error)
+    except CheckpointError:
+        if runtime.is_rank0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def _write_files(
@@ -207,25 +213,17 @@ def _write_files(
         if len(content) == len(file.tensors):
             try:
                 save_file(content, aside / file.name, metadata={"format": "pt"})
-                _flush(aside / file.name)
+                flush_path(aside / file.name)
             except Exception as problem:
                 error = CheckpointError(f"cannot write {target / file.name}: {problem}")
             content = {}
     return error
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _swap_in(aside: Path, target: Path) -> None:
     """Rename the finished folder to its place; an older one disappears only then."""
-    for file in aside.iterdir():
-        _flush(file)
+    for file in (*aside.iterdir(), aside):
+        flush_path(file)
     if not target.exists():
         os.replace(aside, target)
         return

@@ -13,6 +13,7 @@ Names may hold `{L}` (global layer index from 0) and `{E}` (global expert index 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -94,7 +95,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Rule:
+class Rule(ABC):
     """Base: `parts` and the two functions of the module's contract."""
 
     parts: tuple[Part, ...] = field(init=False)
@@ -102,12 +103,13 @@ class Rule:
     def _set(self, *parts: Part) -> None:
         object.__setattr__(self, "parts", parts)
 
+    @abstractmethod
     def local_shape(self, size: int, padded_vocab: int) -> Shape:
         """Shape of the parameter on each of `size` tensor-parallel ranks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pieces(self, rank: int, size: int, padded_vocab: int) -> list[PieceIndex]:
-        raise NotImplementedError
+        """What the shard of one rank holds, see the module."""
 
 
 @dataclass(frozen=True)
