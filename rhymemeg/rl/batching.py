@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -29,28 +29,37 @@ from torch import Tensor
 class TrainSample:
     """One sample as the trainer sees it: `tokens` [prompt + response], and per *response token* [response] the float
     fields that the loss needs (advantages, weights, log-probabilities). `trained` [response] is 0 where a token is left
-    out of the loss."""
+    out of the loss. `routing` [tokens - 1, layers, k] are the engine's experts, -1 where it said nothing, if they are to
+    be replayed."""
 
     tokens: npt.NDArray[np.int64]
     prompt_len: int
     trained: npt.NDArray[np.float32]
     fields: dict[str, npt.NDArray[np.float32]]
+    routing: npt.NDArray[np.int16] | None = None
 
 
 @dataclass
 class MicroBatch:
     """Rows of similar length, padded on the right. All tensors are [b, s] with s = longest row - 1 (the last token is
     only ever a label). `labels[i, t]` is `tokens[i, t + 1]`; `loss_mask` is 1 where the label is a trained response
-    token; `fields` are aligned with the labels and 0 elsewhere."""
+    token; `fields` are aligned with the labels and 0 elsewhere. `routing` are experts to replay: the engine's [b, s,
+    layers, k], or what a forward pass recorded on this rank (`parallel.router_replay`)."""
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
     fields: dict[str, Tensor]
+    routing: Tensor | dict[int, Tensor] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.tokens.shape[0], self.tokens.shape[1]
+
+    @property
+    def real(self) -> Tensor:
+        """[b, s]: where a row has a token that the loss depends on, those up to its last trained one; False at padding."""
+        return self.loss_mask.flip(1).cumsum(1).flip(1) > 0
 
 
 def sample_cost(length: int, hidden_size: int) -> float:
@@ -76,14 +85,21 @@ def plan_micro_batches(
     def cost(batch: list[int]) -> float:
         return len(batch) * sample_cost(lengths[batch[0]], hidden_size)
 
-    while len(batches) % data_parallel or not batches:
-        splittable = [k for k, batch in enumerate(batches) if len(batch) > 1]
-        if not splittable:
+    # The costliest batches are halved until every rank can have the same number.
+    costliest = [(-cost(batch), batch) for batch in batches if len(batch) > 1]
+    heapq.heapify(costliest)
+    batches = [batch for batch in batches if len(batch) == 1]
+    while (len(batches) + len(costliest)) % data_parallel or not (batches or costliest):
+        if not costliest:
             batches.append([])
             continue
-        k = max(splittable, key=lambda k: (cost(batches[k]), -k))
-        half = len(batches[k]) // 2
-        batches[k : k + 1] = [batches[k][:half], batches[k][half:]]
+        _, batch = heapq.heappop(costliest)
+        for half in (batch[: len(batch) // 2], batch[len(batch) // 2 :]):
+            if len(half) > 1:
+                heapq.heappush(costliest, (-cost(half), half))
+            else:
+                batches.append(half)
+    batches += [batch for _, batch in costliest]
 
     # Longest processing time first, with room for exactly the same number on every rank.
     share = len(batches) // data_parallel
@@ -116,10 +132,18 @@ def collate(rows: Sequence[TrainSample], field_names: Sequence[str], device: tor
     def tensor(array: npt.NDArray) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    return MicroBatch(tensor(tokens), tensor(labels), tensor(mask), {k: tensor(v) for k, v in fields.items()})
+    batch = MicroBatch(tensor(tokens), tensor(labels), tensor(mask), {k: tensor(v) for k, v in fields.items()})
+    shown = next((row.routing for row in rows if row.routing is not None), None)
+    if shown is not None:
+        routing = np.full((*shape, *shown.shape[1:]), -1, np.int16)
+        for i, row in enumerate(rows):
+            if row.routing is not None:
+                routing[i, : len(row.routing)] = row.routing
+        batch.routing = tensor(routing)
+    return batch
 
 
 def spread_fields(micro_batch: MicroBatch, updates: Mapping[str, Tensor]) -> MicroBatch:
     """A copy of the micro-batch with more fields (of the same [b, s] shape), zeroed outside the loss mask."""
     extra = {name: value * micro_batch.loss_mask for name, value in updates.items()}
-    return MicroBatch(micro_batch.tokens, micro_batch.labels, micro_batch.loss_mask, {**micro_batch.fields, **extra})
+    return replace(micro_batch, fields={**micro_batch.fields, **extra})
