@@ -82,6 +82,7 @@ class WindowBoard:
         self._store.set_timeout(timedelta(seconds=timeout))
         self._window = -1
         self._last: Status | None = None
+        self._used: set[str] = set()
         self.operations = 0
         """Requests to the store so far."""
 
@@ -89,9 +90,9 @@ class WindowBoard:
         """Start a window. Called by all ranks after the last one has ended for all."""
         if self.tp_rank == 0 and self._window >= 0:
             self.letters()
-            for key in ("progress",) if self.engine == 0 else ():
-                self._store.delete_key(self._key(key))
-            self._store.delete_key(self._key("status", self.engine))
+            for key in self._used:  # several engines delete the shared ones; the store does not mind
+                self._store.delete_key(key)
+            self._used.clear()
         self._window, self._last = self._window + 1, None
         if self.tp_rank == 0:
             self.publish(Status(0, 0, 0, 0, 0))
@@ -99,24 +100,28 @@ class WindowBoard:
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, ("window", self._window, *parts)))
 
+    def _add(self, number: int, *parts: object) -> int:
+        """Add to a counter of this window, and return its sum."""
+        self.operations += 1
+        key = self._key(*parts)
+        self._used.add(key)
+        return int(self._store.add(key, number))
+
     # ------------------------------------------------------------------------------------------------------ counters
 
     def add(self, progress: Progress) -> Progress:
         """Add to the sums of all engines, and return them."""
-        self.operations += 1
         packed = (progress.started << 2 * _BITS) + (progress.settled << _BITS) + progress.due_settled
-        total = self._store.add(self._key("progress"), packed)
+        total = self._add(packed, "progress")
         return Progress(total >> 2 * _BITS, total >> _BITS & MAX_SAMPLES, total & MAX_SAMPLES)
 
     def pull(self, name: str, number: int) -> int:
         """Take the next `number` entries of the shared list `name`; returns the index of the first."""
-        self.operations += 1
-        return int(self._store.add(self._key("pull", name), number)) - number
+        return self._add(number, "pull", name) - number
 
     def count(self, name: str, number: int) -> int:
         """Add to a counter that all engines share, and return its sum."""
-        self.operations += 1
-        return int(self._store.add(self._key("count", name), number))
+        return self._add(number, "count", name)
 
     # -------------------------------------------------------------------------------------------------------- status
 
@@ -125,7 +130,9 @@ class WindowBoard:
         if self.num_engines > 1 and status != self._last:
             self.operations += 1
             self._last = status
-            self._store.set(self._key("status", self.engine), "/".join(map(str, status)))
+            key = self._key("status", self.engine)
+            self._used.add(key)
+            self._store.set(key, "/".join(map(str, status)))
 
     def candidates(self, turn: int) -> list[int]:
         """Engines to look at: all others, or with many of them `CANDIDATES` that change with `turn`."""

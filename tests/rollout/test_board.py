@@ -66,6 +66,22 @@ def test_windows_do_not_mix() -> None:
     assert b.statuses([0]) == {0: Status(0, 0, 0, 0, 0)}
 
 
+def test_nothing_is_left_behind() -> None:
+    """Keys do not pile up over the windows of a long run."""
+    made = boards(3)
+    sizes = []
+    for _ in range(3):
+        for board in made:
+            board.add(Progress(1, 0, 0))
+            board.pull("queue", 2)
+            board.count("group/1", 1)
+            board.post((board.engine + 1) % 3, Letter("late", {}))
+        for board in made:
+            board.begin()
+        sizes.append(made[0]._store.num_keys())
+    assert sizes == [3, 3, 3], "one status an engine"
+
+
 def test_statuses_of_engines_that_have_not_begun_are_left_out() -> None:
     store = dist.HashStore()
     a, b = WindowBoard(store, 0, 3), WindowBoard(store, 1, 3)
