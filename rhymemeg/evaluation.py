@@ -100,7 +100,7 @@ def set_options(data: DataOptions) -> dict[str, DataOptions]:
         for key, value in entry.items():
             if key not in _SHORT and key not in _OWN:
                 raise ConfigError(f"{where}: unknown option {key!r}{did_you_mean(str(key), [*_SHORT, *_OWN])}")
-            changes[_SHORT.get(key, key)] = value
+            changes[_SHORT.get(key, str(key))] = value
         if "reward" in changes or "rewards" in changes:  # in place of whatever judges the training prompts
             base: dict[str, Any] = {"reward": "auto", "reward_args": {}, "rewards": {}, "reward_range": None}
             changes = base | changes
