@@ -14,6 +14,7 @@ import itertools
 import json
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def main() -> None:
     assert rejection.RejectionSampler.forward is not forward
     step = 0
 
-    def run(prompts: dict[int, tuple[int, ...]], n: int, sampling: SamplingOptions) -> list[Sample]:
+    def run(prompts: Mapping[int, tuple[int, ...]], n: int, sampling: SamplingOptions) -> list[Sample]:
         nonlocal step
         step += 1
         todo = [Sample(SampleId(step, p, i), ids) for p, ids in prompts.items() for i in range(n)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,7 +17,7 @@ from rhymemeg.histospec.metrics import Counters, Watchdog
 PROMPT = [90, 91, 92]
 
 
-def make(policy: str = "fixed:4", history: HistoryBuffer | None = None, **options) -> Drafter:
+def make(policy: str = "fixed:4", history: HistoryBuffer | None = None, **options: Any) -> Drafter:
     return Drafter(DrafterOptions(policy=policy, **options), history, CostModel.built_in("gpu"))
 
 
@@ -25,7 +27,7 @@ def history_of(*responses: list[int], prompt: int = 5) -> HistoryBuffer:
     return history
 
 
-def rows(requests: dict[str, list[int]], new: list[list[int]], room: int = 100, **more) -> Rows:
+def rows(requests: dict[str, list[int]], new: list[list[int]], room: int = 100, **more: Any) -> Rows:
     """`requests`: response so far of each request, the new tokens included."""
     texts = [PROMPT + response for response in requests.values()]
     return Rows(
@@ -179,7 +181,7 @@ def test_ranks_draft_alike(responses: list[list[int]], policy: str) -> None:
     """Two drafters given the same calls give the same drafts, whatever their clocks say."""
     history = history_of(*responses[:2])
     ranks = [make(policy, history) for _ in range(2)]
-    requests = {f"1-5-{i}": [] for i in range(len(responses))}
+    requests: dict[str, list[int]] = {f"1-5-{i}": [] for i in range(len(responses))}
     for drafter in ranks:
         drafter.learner = CostModel.built_in("gpu")  # as in a tensor-parallel engine: measured apart from what decides
     for length in range(1, max(map(len, responses)) + 1):
@@ -187,6 +189,30 @@ def test_ranks_draft_alike(responses: list[list[int]], policy: str) -> None:
         batch = {r: tokens for r, tokens in requests.items() if len(tokens) == length}
         drafts = [drafter.step(rows(batch, [[tokens[-1]] for tokens in batch.values()])) for drafter in ranks]
         assert drafts[0] == drafts[1]
+
+
+def test_a_rest_is_counted_and_read_up_on_later() -> None:
+    """While the policy rests nothing is asked of the drafter; what was emitted meanwhile is drafted from afterwards."""
+    drafter = make(policy="goodput", history=history_of(list(range(40))))
+    drafter.step(rows({"1-5-0": [0]}, [[0]]))
+    drafter.policy._rest, drafter.policy._resting_at = 3, 1  # type: ignore[attr-defined]
+    assert [drafter.rests([[token]]) for token in (1, 2, 3, 4)] == [True, True, True, False]
+    draft = drafter.step(rows({"1-5-0": [0, 1, 2, 3, 4]}, [[4]]))[0]
+    assert draft and draft == list(range(5, 5 + len(draft)))
+    assert drafter.counters.request_steps == 3 and drafter.counters.tokens == 3
+    drafter.enabled = False
+    assert not drafter.rests([[5]])
+
+
+def test_more_requests_than_a_prompt_may_have_documents() -> None:
+    """The surplus gets no drafts, and nothing else happens to it."""
+    from rhymemeg.histospec.index import MAX_DOCUMENTS
+
+    drafter = make(history=history_of([1, 2, 3], [1, 2, 4]))
+    last = {f"1-5-{i}": [1] for i in range(MAX_DOCUMENTS)}
+    drafts = drafter.step(rows(last, [[1]] * MAX_DOCUMENTS))
+    assert all(drafts[: MAX_DOCUMENTS - 2]) and drafts[-2:] == [[], []]
+    assert drafter.step(rows({"1-5-0": [1, 2]}, [[2]]))[0]
 
 
 def test_counters_add_up() -> None:

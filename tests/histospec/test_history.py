@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -104,7 +106,7 @@ def test_moves_between_engines() -> None:
     assert 1 not in here and len(here) == 3
 
 
-def test_saved_file_is_read_whole_or_not_at_all(tmp_path) -> None:
+def test_saved_file_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     history, path = filled(), tmp_path / "history.bin"
     history.save(path)
     assert [f.name for f in tmp_path.iterdir()] == ["history.bin"]

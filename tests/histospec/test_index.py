@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ def test_equals_exhaustive_search(data: st.DataObject) -> None:
         for (_, document), tokens in zip(requests, new):
             reference.append(document, tokens)
         min_match = data.draw(st.integers(1, 4))
-        options = {
+        options: dict[str, Any] = {
             "min_match": min_match,
             "max_match": data.draw(st.sampled_from([min_match, 7, 64])),
             "max_occurrences": data.draw(st.sampled_from([1, 3, 64, 100_000])),
@@ -81,13 +82,13 @@ def test_equals_exhaustive_search(data: st.DataObject) -> None:
         if options["max_match"] < min_match:
             options["max_match"] = min_match
         limits = [data.draw(st.integers(0, 20)) for _ in requests]
-        tokens, offsets, matches, occurrences, probabilities = index.draft(
+        drafted, starts, matches, occurrences, probabilities = index.draft(
             [slot for slot, _ in requests], limits, **options
         )
         for row, (_, document) in enumerate(requests):
-            span = slice(offsets[row], offsets[row + 1])
+            span = slice(starts[row], starts[row + 1])
             expected, match, path, votes = reference.draft(document, limits[row], **options)
-            assert tokens[span].tolist() == expected
+            assert drafted[span].tolist() == expected
             assert matches[row] == match and occurrences[row] == votes
             np.testing.assert_allclose(probabilities[span], path, rtol=1e-6)
 

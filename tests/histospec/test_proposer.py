@@ -201,3 +201,13 @@ def test_paused_requests_are_drafted_for_again(engine: Any, plain: Any) -> None:
     samples, _ = generate(engine, 3, pause_at=5)
     same(samples, plain[0])
     assert drafter.take_metrics()["histospec/acceptance"] > 0.5
+
+
+@pytest.mark.engine
+@pytest.mark.distributed
+def test_ranks_of_an_engine_draft_alike(tmp_path: Path) -> None:
+    from tests.rollout import tiny
+    from tests.torchrun import torchrun
+
+    folder = tiny.make_model(tmp_path / "model")
+    assert "passed" in torchrun(2, "-m", "tests.histospec.check_ranks", str(folder)).check()

@@ -106,8 +106,8 @@ def main() -> None:
     # Greedy: the longest agreeing run of drafts, then the argmax. One row in two of a mixed batch is greedy.
     best = [int(x.argmax()) for x in logits]
     zeros = torch.zeros(DRAWS)
-    for name, temperature, kind in (("greedy", zeros, {}), ("all_greedy", zeros, {"all_greedy": True})):
-        out = draw([best[0], (best[1] + 1) % VOCAB], temperature=temperature, **kind)
+    for name, all_greedy in (("greedy", False), ("all_greedy", True)):
+        out = draw([best[0], (best[1] + 1) % VOCAB], temperature=zeros, all_greedy=all_greedy)
         figures[f"{name}_wrong"] = float((out != torch.tensor([best[0], best[1], -1])).any(1).sum())
     mixed = torch.arange(DRAWS).remainder(2).float()
     out = draw([best[0], -1], temperature=mixed)
@@ -134,7 +134,7 @@ def main() -> None:
         out = rs.rejection_sample(tokens, [2] * DRAWS, 2, ends, None, target, bonus, metadata)
         scaled = (logits[0].double() / 0.7).softmax(-1)
         order = scaled.sort(descending=True)
-        keep = top_k if top_k is not None else int((order.values.cumsum(0) < top_p).sum()) + 1
+        keep = top_k or int((order.values.cumsum(0) < (top_p or 0)).sum()) + 1
         allowed = torch.zeros(VOCAB, dtype=torch.float64)
         allowed[order.indices[:keep]] = scaled[order.indices[:keep]]
         counts = torch.bincount(out[:, 0].long().clamp(min=0), minlength=VOCAB)
