@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rhymemeg.arch import ModelArch
-from rhymemeg.errors import CheckpointError, RhymeMegError
+from rhymemeg.errors import CheckpointError, ConfigError, RhymeMegError
 from rhymemeg.parallel.checkpoint_files import (
     STATE,
     FileFacts,
@@ -44,6 +44,7 @@ from rhymemeg.parallel.checkpoint_files import (
 )
 from rhymemeg.parallel.torch_dist import TensorReader, TensorWriter
 from rhymemeg.weight_sync.boxes import Box, Shape, numel, slices, whole
+from rhymemeg.weight_sync.deepseek import describe
 from rhymemeg.weight_sync.hf_files import SINGLE, HfFolder, copy_companions, write_index
 from rhymemeg.weight_sync.layouts import FUSED_NORMS, ModelLayout, Parameter
 from rhymemeg.weight_sync.rules import Vocabulary
@@ -53,15 +54,16 @@ _FUSED = {separate: fused for fused, separate in FUSED_NORMS.items()}
 
 
 class Place(NamedTuple):
-    """Where a parameter lies in a Megatron checkpoint: at `index` along the first axes of a tensor."""
+    """Where a parameter lies in a Megatron checkpoint: at `at` along the first axes of a tensor, which have the sizes
+    `stacked`."""
 
     key: str
-    index: tuple[int, ...]
+    at: tuple[int, ...]
     stacked: Shape
 
     def box(self, shape: Shape) -> Box:
         """The parameter's box in the tensor, for a parameter of this shape."""
-        return (*((i, i + 1) for i in self.index), *whole(shape))
+        return (*((i, i + 1) for i in self.at), *whole(shape))
 
 
 class MegatronNames:
@@ -106,7 +108,7 @@ class MegatronNames:
 
 def to_megatron(source: Path, target: Path, max_file_bytes: int = 4 * GIB, vocabulary_multiple: int = 128) -> int:
     """Returns the number of parameters written. The vocabulary is padded to a multiple, as Megatron's layers want it."""
-    arch = ModelArch.from_pretrained(source)
+    arch = _arch_of(source)
     layout = ModelLayout(arch)
     names = MegatronNames(layout)
     padded = -(-arch.vocab_size // vocabulary_multiple) * vocabulary_multiple
@@ -119,8 +121,8 @@ def to_megatron(source: Path, target: Path, max_file_bytes: int = 4 * GIB, vocab
             values = _fused(p, layout, files, shapes, padded)
             place = names.place(p)
             shape = (*place.stacked, *values.shape)
-            offsets = (*place.index, *(0 for _ in values.shape))
-            writer.add(place.key, shape, offsets, values.view((*(1 for _ in place.index), *values.shape)))
+            offsets = (*place.at, *(0 for _ in values.shape))
+            writer.add(place.key, shape, offsets, values.view((*(1 for _ in place.at), *values.shape)))
             count += values.numel()
         written = writer.close()
         state = {"format": "weights", "architecture": arch.architecture, "hf_checkpoint": str(source.resolve())}
@@ -153,7 +155,7 @@ def to_hf(source: Path, target: Path, model: Path | None = None, max_file_bytes:
     """Returns the number of parameters written. The checkpoint's files are verified first."""
     verify(source, read_manifest(source))
     model = model or _model_of(source)
-    arch = ModelArch.from_pretrained(model)
+    arch = _arch_of(model)
     layout = ModelLayout(arch)
     names, reader = MegatronNames(layout), TensorReader(source)
     places = {p.name: names.find(p, reader.tensors.__contains__) for p in names.parameters.values()}
@@ -177,6 +179,18 @@ def to_hf(source: Path, target: Path, model: Path | None = None, max_file_bytes:
     return arch.num_parameters()
 
 
+def _arch_of(folder: Path) -> ModelArch:
+    """The model of a Hugging Face folder, of any family that has a layout table (also those that cannot be trained yet)."""
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} holds no model: {file} is missing") from None
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from None
+    return describe(config, str(file))
+
+
 def _model_of(source: Path) -> Path:
     """The Hugging Face folder that a checkpoint names."""
     state: dict[str, Any] = read_json(source / STATE)
@@ -196,7 +210,7 @@ def _unfused(
     for p in names.parameters.values():
         place = places[p.name]
         there = tuple(reader.tensors[place.key].size)
-        shape = there[len(place.index) :]
+        shape = there[len(place.at) :]
         vocabulary = isinstance(p.rule, Vocabulary)
         expected = layout.local_shape(p.name, 1, 1, shape[0] if vocabulary else 0)
         if shape != expected or (vocabulary and shape[0] < layout.arch.vocab_size):

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from rhymemeg.parallel.convert import main
 from rhymemeg.parallel.torch_dist import TensorReader
+from rhymemeg.weight_sync.deepseek import describe
+from rhymemeg.weight_sync.layouts import ModelLayout
 from tests.parallel import cases
 
 
@@ -41,6 +43,32 @@ def test_there_and_back_is_the_same(name: str, models: Path, tmp_path: Path) -> 
     assert main(["to-hf", str(tmp_path / "m"), str(tmp_path / "h")]) == 0
     assert same(tensors(tmp_path / "h"), tensors(models / name))
     assert json.loads((tmp_path / "h/config.json").read_text())["architectures"]
+
+
+def test_deepseek_v3_there_and_back(tmp_path: Path) -> None:
+    """Latent attention, shared and routed experts, the routers' biases in fp32: tensors of random values."""
+    sizes = {"vocab_size": 130, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    attention = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "q_lora_rank": 12, "kv_lora_rank": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    config = sizes | attention | experts | {"intermediate_size": 48, "moe_intermediate_size": 16}
+    config |= {"architectures": ["DeepseekV3ForCausalLM"], "max_position_embeddings": 64}  # type: ignore[dict-item]
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(3)
+    layout = ModelLayout(describe(config))
+    values = {}
+    for p in layout.parameters():
+        for part in p.rule.parts:
+            dtype = torch.float32 if part.float32 else torch.bfloat16
+            values[p.hf_name(part)] = torch.randn(part.shape, generator=generator).to(dtype)
+    save_file(values, source / "model.safetensors", metadata={"format": "pt"})
+    assert main(["to-megatron", str(source), str(tmp_path / "m")]) == 0
+    names = TensorReader(tmp_path / "m").tensors
+    assert "decoder.layers.1.self_attention.linear_q_up_proj.layer_norm_weight" in names
+    assert "decoder.layers.1.mlp.experts.experts.linear_fc1.weight" in names
+    assert main(["to-hf", str(tmp_path / "m"), str(tmp_path / "h")]) == 0
+    assert same(tensors(tmp_path / "h"), values)
 
 
 def test_bf16_in_many_files(models: Path, tmp_path: Path) -> None:
