@@ -11,9 +11,9 @@ repeat.
     baseline    samples dealt evenly at random, windows end with the slowest engine, no drafts
     suffix      the same with vLLM's suffix decoding (needs arctic-inference; left out where it is missing)
     histospec   the same with drafts from history
-    histopipe   longest first, stealing, and a carry of at most `--carry`; no drafts
+    histopipe   longest first, spread, stealing, a carry of at most `--carry`, an early share of `--early`; no drafts
     both        histospec and histopipe
-    strict      as histopipe, with nothing carried (not among the default arms)
+    strict      as histopipe, with nothing carried or early (not among the default arms)
 
 `idle` counts engine steps (see `histopipe.record`), so noise on the machine does not touch it; `idle time` is by the clock.
 Reward is the mean of the last epoch over repeats, with its standard error; held-out is measured before the first step, in the
@@ -43,17 +43,18 @@ STEAL_OFF = ("--histopipe-steal", "False")
 SUFFIX = json.dumps({"method": "suffix", "num_speculative_tokens": 16})
 
 
-def arms(carry: float) -> dict[str, tuple[str, ...]]:
+def arms(carry: float = 0.0, early: float = 0.0, layout: str = "group") -> dict[str, tuple[str, ...]]:
     """Options of each arm."""
     plain = ("--histopipe-policy", "random", *STEAL_OFF)
-    piped = ("--histopipe-policy", "complement", "--histopipe-carry", str(carry))
+    strict = ("--histopipe-policy", "complement", "--histopipe-layout", layout)
+    piped = (*strict, "--histopipe-carry", str(carry), "--histopipe-early", str(early))
     return {
         "baseline": plain,
         "suffix": (*plain, "--vllm-speculative-config", SUFFIX),
         "histospec": (*plain, "--histospec"),
         "histopipe": piped,
         "both": (*piped, "--histospec"),
-        "strict": ("--histopipe-policy", "complement"),
+        "strict": strict,
     }
 
 
@@ -227,15 +228,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", type=int, default=16, help="prompts a step")
     add("--ranks", type=int, default=2)
     add("--carry", type=float, default=0.06, help="limit of --histopipe-carry")
+    add("--early", type=float, default=0.05, help="--histopipe-early")
+    add("--layout", default="spread", help="--histopipe-layout")
     add("--seed", type=int, default=1)
     add("--config", default="launch/configs/quickstart.yaml")
     add("--output", default="runs/together")
     add("--timeout", type=float, default=1200.0, help="seconds of one run")
     add("--extra", nargs=argparse.REMAINDER, default=[], help="options for all arms, last")
     options = parser.parse_args(argv)
-    unknown = set(options.arms) - set(arms(0.0))
+    unknown = set(options.arms) - set(arms())
     if unknown:
-        parser.error(f"--arms: {', '.join(sorted(unknown))}: known are {', '.join(arms(0.0))}")
+        parser.error(f"--arms: {', '.join(sorted(unknown))}: known are {', '.join(arms())}")
     if options.prompts % options.batch:
         parser.error(f"--prompts {options.prompts} is no multiple of --batch {options.batch}")
     return options
@@ -249,7 +252,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "suffix" in names and importlib.util.find_spec("arctic_inference") is None:
         print("suffix is left out: arctic-inference is not installed", file=sys.stderr)
         names.remove("suffix")
-    every, results = arms(options.carry), load(Path(options.output) / "together.json", options)
+    every, results = (
+        arms(options.carry, options.early, options.layout),
+        load(Path(options.output) / "together.json", options),
+    )
     done = {(r.arm, r.repeat) for r in results}
     for repeat in range(options.repeats):
         for name in names:

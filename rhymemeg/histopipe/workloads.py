@@ -7,7 +7,7 @@ A workload is an iterator of `StepLengths`. Sources:
     samples     a run's samples/ folder: the same, a file a step
 
 Trace and samples are resampled: each simulated prompt draws one of the trace's prompts, its history from that prompt's
-responses at one step and its new responses from those at the following one.
+responses at one visit and its new responses from those at the following one.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Lognormal:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Lengths by epoch and prompt: `epochs[k][prompt_id]` is the array of the lengths at the k-th step of the trace."""
+    """Lengths by epoch and prompt: `epochs[k][prompt_id]` is the array of the lengths at the prompt's k-th visit."""
 
     epochs: tuple[dict[Any, Floats], ...]
 
@@ -81,7 +81,7 @@ class Trace:
         pairs = [(a, b, sorted(a.keys() & b.keys(), key=str)) for a, b in zip(self.epochs, self.epochs[1:])]
         pairs = [pair for pair in pairs if pair[2]]
         if not pairs:
-            raise DataError("the trace has no prompt with responses at two consecutive steps")
+            raise DataError("the trace has no prompt with responses at two steps")
         for step in range(1 << 62):
             last, now, ids = pairs[step % len(pairs)]
             # Every prompt of the trace equally often: an epoch visits each once.
@@ -105,7 +105,7 @@ def read_trace(path: str | Path, scale: float = 1.0) -> Trace:
     files = sorted(path.glob("*.jsonl*")) if path.is_dir() else [path]
     if not files:
         raise DataError(f"{path}: no .jsonl file in this folder")
-    by_step: dict[int, dict[Any, list[float]]] = {}
+    visits: dict[Any, dict[int, list[float]]] = {}
     for file in files:
         with _open(file) as lines:
             for number, line in enumerate(lines, 1):
@@ -117,8 +117,13 @@ def read_trace(path: str | Path, scale: float = 1.0) -> Trace:
                     raise DataError(
                         f"{file}, line {number}: not a response with prompt_id, step and a length or output: {error!r}"
                     ) from None
-                by_step.setdefault(step, {}).setdefault(prompt, []).append(length * scale)
-    return Trace(tuple({p: np.array(v) for p, v in by_step[step].items()} for step in sorted(by_step)))
+                visits.setdefault(prompt, {}).setdefault(step, []).append(length * scale)
+    # An epoch takes many steps, so what counts is how often a prompt has come before.
+    epochs: list[dict[Any, Floats]] = [{} for _ in range(max(map(len, visits.values()), default=0))]
+    for prompt, by_step in visits.items():
+        for epoch, step in zip(epochs, sorted(by_step)):
+            epoch[prompt] = np.array(by_step[step])
+    return Trace(tuple(epochs))
 
 
 def _open(file: Path) -> IO[str]:

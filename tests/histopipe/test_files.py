@@ -132,7 +132,7 @@ def test_bad_traces_are_named(tmp_path):
     with pytest.raises(ConfigError, match="--lengths"):
         workload("lognormal:sigma=-1")
     one = read_trace(write_trace(tmp_path / "o.jsonl", [{"step": 1, "prompt_id": 0, "length": 3}]))
-    with pytest.raises(DataError, match="two consecutive steps"):
+    with pytest.raises(DataError, match="responses at two steps"):
         next(one.steps(1, 1, 10, 0))
 
 
@@ -198,3 +198,15 @@ def test_bad_options_are_one_line_that_names_them(arguments, capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert arguments[0].strip("-") in error or arguments[1] in error
+
+
+def test_visits_of_a_run_whose_epochs_take_several_steps(tmp_path):
+    """Prompts 0 and 1 come in steps 0 and 2, prompt 2 in steps 1 and 3: two visits of each, three prompts an epoch."""
+    lines = [(0, 0, 10), (0, 1, 20), (1, 2, 30), (2, 0, 11), (2, 1, 21), (3, 2, 31)]
+    file = tmp_path / "samples.jsonl"
+    file.write_text("".join(json.dumps({"step": s, "prompt_id": p, "length": n}) + "\n" for s, p, n in lines))
+    trace = read_trace(file)
+    assert [{p: v.tolist() for p, v in epoch.items()} for epoch in trace.epochs] == [
+        {0: [10.0], 1: [20.0], 2: [30.0]},
+        {0: [11.0], 1: [21.0], 2: [31.0]},
+    ]
