@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -219,7 +219,7 @@ class Drafter:
             slots = np.fromiter((request.slot for request in requests), np.int32, len(requests))
             self._append(slots, tokens)
             if decode:
-                self._verify(rows, active, requests, decode, now)
+                self._verify(rows, active, requests, slots, decode, now)
             self._propose(rows, active, requests, slots, drafts)
             queries = len(rows.request_ids) + sum(map(len, drafts))
             self._last = (now, len(rows.request_ids), queries)
@@ -285,19 +285,20 @@ class Drafter:
         return request
 
     def _append(self, slots: NDArray[np.int32], tokens: list[Sequence[int]]) -> None:
-        offsets = np.zeros(len(tokens) + 1, np.int64)
-        np.cumsum([len(new) for new in tokens], out=offsets[1:])
+        offsets = np.array([0, *accumulate(map(len, tokens))])
         self.index.append(slots, offsets, np.fromiter(chain.from_iterable(tokens), np.int32, int(offsets[-1])))
 
-    def _verify(self, rows: Rows, active: list[int], requests: list[_Request], decode: list[int], now: float) -> None:
+    def _verify(
+        self, rows: Rows, active: list[int], requests: list[_Request], slots: NDArray[np.int32], decode: list[int],
+        now: float,
+    ) -> None:  # fmt: skip
         """Count what the last drafts gave, teach the policy and the cost model."""
         emitted = np.array([len(rows.new_tokens[active[i]]) for i in decode])
         drafted = np.array([requests[i].drafted for i in decode])
         if rows.scheduled is not None:
             drafted = np.minimum(drafted, [rows.scheduled[active[i]] for i in decode])
         accepted = np.minimum(emitted - 1, drafted)
-        slots = np.array([requests[i].slot for i in decode], np.int32)
-        self.policy.observe(slots, drafted, accepted)
+        self.policy.observe(slots[decode], drafted, accepted)
         c, total = self.counters, int(drafted.sum())
         c.steps += 1
         c.request_steps += len(decode)
@@ -316,7 +317,7 @@ class Drafter:
     def _propose(
         self, rows: Rows, active: list[int], requests: list[_Request], slots: NDArray[np.int32], drafts: list[list[int]]
     ) -> None:
-        rooms = np.maximum(np.asarray([rows.rooms[row] for row in active], np.int64), 0)
+        rooms = np.maximum(np.asarray(rows.rooms, np.int64)[active], 0)
         n = len(rows.request_ids)
         match = self.policy.match
         flat, offsets, matches, occurrences, probabilities = self.index.draft(

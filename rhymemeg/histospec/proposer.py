@@ -81,6 +81,7 @@ class HistoSpecProposer:
         self.drafter: Drafter | None = None
         self._runner: Any = None
         self._calls = 0
+        self._most: dict[str, int] = {}  # see _most_drafted_at
         self._agreed: CostModel | None = None  # what the drafter of a tensor-parallel engine decides by
 
     def load_model(self, model: Any) -> None:
@@ -99,6 +100,7 @@ class HistoSpecProposer:
         # row keeps to its own room.
         runner.effective_drafter_max_model_len = self.max_model_len + self.max_draft
         self._runner, self.drafter = runner, drafter
+        self._most.clear()
         if drafter is not None and self.tensor_parallel_size > 1:
             drafter.learner = copy.deepcopy(drafter.cost)
 
@@ -121,16 +123,11 @@ class HistoSpecProposer:
         count = len(sampled_token_ids)
         ids: list[str] = batch.req_ids[:count]
         lengths = num_tokens_no_spec[:count].tolist()
-        new: list[list[int]] = []
-        rooms: list[int] = []
-        for row, request_id in enumerate(ids):
-            new.append(sampled_token_ids[row] if _prompt_id(request_id) is not None else [])
-            room = min(self.max_draft, self.max_model_len - lengths[row] - 1)
-            state = requests.get(request_id)
-            if state is not None and state.sampling_params is not None and state.sampling_params.max_tokens is not None:
-                left = state.num_prompt_tokens + state.sampling_params.max_tokens - lengths[row]
-                room = min(room, left - 1)
-            rooms.append(room)
+        new = [tokens if _prompt_id(name) is not None else [] for name, tokens in zip(ids, sampled_token_ids)]
+        if len(self._most) > 4 * count + 1024:
+            self._most.clear()
+        most = [self._most.get(name) or self._most_drafted_at(name, requests) for name in ids]
+        rooms = np.minimum(np.array(most) - num_tokens_no_spec[:count], self.max_draft)
 
         def context(row: int) -> tuple[NDArray[np.int32], int]:
             return token_ids_cpu[row, : lengths[row]], int(batch.num_prompt_tokens[row])
@@ -144,9 +141,17 @@ class HistoSpecProposer:
                 prompt_id=lambda row: _prompt_id(ids[row]) or 0,
                 context=context,
                 # What this step verified: the scheduler may have cut or dropped a draft, and pads with -1.
-                scheduled=[sum(token >= 0 for token in batch.spec_token_ids[row]) for row in range(count)],
+                scheduled=[len(tokens) - tokens.count(-1) for tokens in batch.spec_token_ids[:count]],
             )
         )
+
+    def _most_drafted_at(self, request_id: str, requests: dict[str, Any]) -> int:
+        """Length that a request's tokens and draft may have together, so that the bonus token still fits."""
+        most, state = self.max_model_len - 1, requests.get(request_id)
+        if state is not None and state.sampling_params is not None and state.sampling_params.max_tokens is not None:
+            most = min(most, state.num_prompt_tokens + state.sampling_params.max_tokens - 1)
+            self._most[request_id] = most
+        return most
 
     def _agree(self, drafter: Drafter) -> None:
         self._calls += 1

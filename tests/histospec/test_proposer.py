@@ -88,12 +88,14 @@ def test_room_ends_at_the_models_and_the_requests_limit() -> None:
     text = np.array([[1, 2, 3, *range(10, 107)]], np.int32)
     lengths = []
     for limit in (40, 6, 3, 2, 1):
-        runner.requests["0-5-0-0-x"] = SimpleNamespace(
+        batch.req_ids = [f"0-5-{limit}-0-x"]
+        runner.requests[batch.req_ids[0]] = SimpleNamespace(
             num_prompt_tokens=3, sampling_params=SimpleNamespace(max_tokens=limit)
         )
         lengths.append(len(proposer.propose([[10]], np.array([4]), text)[0]))
     assert lengths == [8, 4, 1, 0, 0], "a draft and its bonus token fit into max_tokens"
     runner.requests.clear()
+    batch.req_ids = ["0-5-0-0-x"]
     proposer.max_model_len = 8
     assert len(proposer.propose([[10]], np.array([4]), text)[0]) == 3
 
