@@ -53,6 +53,7 @@ BUILT_IN: dict[str, tuple[list[int], list[int], list[list[float]]]] = {
 }
 _SCALE_RATE = 0.1  # share of a residual that the scale takes up
 _RATE = 0.02  # slowest share of the rest that a grid point takes up; faster while it has few observations
+_DRAFTING_RATE = 0.05
 _PRIOR = 4  # observations that the figure which a grid point starts with counts for
 _OUTLIER = 1.2  # residuals are clipped to a factor of e**1.2 = 3.3: a garbage collection must not teach anything
 
@@ -83,6 +84,8 @@ class CostModel:
             raise ConfigError(f"{source}: seconds must be positive and finite")
         self.relative, self.source = relative, source
         self.observations = 0
+        self.drafting = 0.0
+        """Seconds that looking for drafts takes a request, contained in all step times that were observed."""
         self._scale = 0.0
         self._grid = np.log(grid)
         self._seen = np.zeros_like(grid)
@@ -123,6 +126,11 @@ class CostModel:
                 self._grid[row, column] += weight * (1 - share) * residual * max(1 / (_PRIOR + seen), _RATE)
                 self._seen[row, column] += weight
 
+    def observe_drafting(self, requests: int, seconds: float) -> None:
+        """Looking for the drafts of `requests` requests took `seconds`."""
+        if requests > 0 and 0 <= seconds < math.inf:
+            self.drafting += (seconds / requests - self.drafting) * (_DRAFTING_RATE if self.drafting else 1.0)
+
     def plain_steps_seen(self, requests: int) -> float:
         """How many plain steps near this batch size have been observed; their time is a guess while it is below 1."""
         return float(sum(weight * self._seen[row, 0] for row, weight in _weights(self.batches, requests)))
@@ -131,6 +139,7 @@ class CostModel:
         """All that was learnt, as plain data: to agree on among tensor-parallel ranks, and for `save`."""
         return {
             "scale": self._scale,
+            "drafting": self.drafting,
             "grid": self._grid.tolist(),
             "seen": self._seen.tolist(),
             "observations": self.observations,
@@ -139,7 +148,7 @@ class CostModel:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Inverse of `state`, for a model of the same grid."""
-        self._scale = state["scale"]
+        self._scale, self.drafting = state["scale"], state["drafting"]
         self._grid = np.asarray(state["grid"])
         self._seen = np.asarray(state["seen"])
         self.observations, self.relative = state["observations"], state["relative"]

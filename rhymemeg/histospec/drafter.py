@@ -223,6 +223,7 @@ class Drafter:
             self._propose(rows, active, requests, slots, drafts)
             queries = len(rows.request_ids) + sum(map(len, drafts))
             self._last = (now, len(rows.request_ids), queries)
+            self.learner.observe_drafting(len(active), self.clock() - now)
         self.counters.draft_ns += time.perf_counter_ns() - start
         self.counters.draft_rows += len(active)
         return drafts

@@ -204,7 +204,8 @@ class GoodputLength:
             return np.zeros(len(slots), np.int64)
         values = np.ones(len(slots)) if weights is None else weights
         times = self.cost.predict(requests, np.arange(requests, requests + total + 1))
-        times[0] /= _GAIN
+        # Without drafts there is no need to look for them either.
+        times[0] = max(times[0] - self.cost.drafting * requests, times[0] / 2) / _GAIN
         base = float(values.sum()) + requests - len(slots)
         chosen = self._choose(slots, proposals, values, base, times, explore=0)
         longest = int(chosen.max(initial=0))

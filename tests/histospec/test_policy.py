@@ -131,6 +131,19 @@ def test_goodput_stops_where_drafts_cannot_pay_and_grows_in_the_tail() -> None:
         assert policy.choose(SLOT, proposal, 1, None).tolist() == [expected]
 
 
+def test_goodput_counts_the_time_of_looking_for_drafts() -> None:
+    """A draft that would pay a little, if looking for it took no time."""
+    proposal = Proposals(np.array([0, 2]), np.array([20], np.int32), np.array([8], np.int32), np.ones(2, np.float32))
+    lengths = []
+    for drafting in (0.0, 0.4):
+        cost = CostModel([1], [1, 3], [[1.0, 2.2]])
+        cost.observe_drafting(1, drafting)
+        policy = make_policy("goodput", cost)
+        policy.start(0, 0)
+        lengths.append(int(policy.choose(SLOT, proposal, 1, None)[0]))
+    assert lengths[0] > 0 and lengths[1] == 0
+
+
 def test_goodput_rests_where_drafts_cannot_pay_and_tries_again() -> None:
     """Ever longer rests, each begun with a try; a shrunken batch ends one; a draft that pays starts over."""
     cost = CostModel([1, 64], [1, 32], [[1.0, 32.0], [1.0, 32.0]])
