@@ -17,7 +17,7 @@ members whose rewards count in the advantages of their group but that are not tr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rhymemeg.arch import ModelArch
 from rhymemeg.config import Config
+from rhymemeg.errors import TrainingError
 from rhymemeg.observe.clock import StepClock
 from rhymemeg.parallel.actor import Actor
 from rhymemeg.parallel.critic import Critic
@@ -33,11 +34,12 @@ from rhymemeg.parallel.runtime import Runtime
 from rhymemeg.rl.batching import MicroBatch, TrainSample, collate, plan_micro_batches, spread_fields
 from rhymemeg.rl.corrections import MAXIMA, MISMATCH, finish_metrics, is_corrected
 from rhymemeg.rl.credit import StepRewards, assign_credit
-from rhymemeg.rl.exchange import SampleSummary, exchange
+from rhymemeg.rl.exchange import SampleSummary, exchange, exchange_routing
 from rhymemeg.rl.losses import aggregation_weights
 from rhymemeg.rl.objective import Objective
 from rhymemeg.rl.rewards.length import overlong_penalty
 from rhymemeg.rl.values import ValueObjective, finish_value_metrics
+from rhymemeg.rollout.routing import replayable
 from rhymemeg.rollout.samples import Sample, SampleId
 
 
@@ -88,17 +90,19 @@ class Learner:
                     if summaries[i].holder == self.runtime.rank:
                         outgoing[rank].append(held[summaries[i].sample_id])
             received = exchange(outgoing, self.runtime)
+            if self.config.moe.moe_router_replay == "rollout":
+                exchange_routing(outgoing, received, self.runtime)
             batches = [self._collate(mini, summaries, received, version) for mini in minibatches]
         several = options.ppo_epochs * options.num_minibatches > 1
         if options.old_log_probs == "actor" and (several or options.kl_coef > 0):
             with self.clock.phase("old_log_probs"):
-                batches = [self._with_log_probs(batch, "old_log_probs") for batch in batches]
+                batches = [self._with_old_log_probs(batch) for batch in batches]
         if self.reference is not None:
             with self.clock.phase("ref_log_probs"), self.reference.active():
-                batches = [self._with_log_probs(batch, "ref_log_probs") for batch in batches]
+                batches = [self._with_ref_log_probs(batch) for batch in batches]
         if self.critic is not None:
             with self.clock.phase("values"):
-                batches = [_with_field(batch, "values", self.critic.values(batch)) for batch in batches]
+                batches = [_with_field(batch, "values", self.critic.values(_freely_routed(batch))) for batch in batches]
         with self.clock.phase("advantages"):
             step, metrics = step_rewards(self.config, summaries, siblings)
             rows = [mini.plan[self.runtime.dp_rank] for mini in minibatches]
@@ -134,7 +138,7 @@ class Learner:
         """One optimizer step of the critic, and its numbers."""
         assert self.critic is not None
         objective = ValueObjective(self.config.critic.value_clip, mini.total_tokens)
-        return finish_value_metrics(self.critic.train_step(batches, objective))
+        return finish_value_metrics(self.critic.train_step(_freely_routed(batches), objective))
 
     @property
     def _speaks_for_its_batches(self) -> bool:
@@ -200,12 +204,35 @@ class Learner:
                     "stale": (np.array(sample.versions) < version).astype(np.float32),
                 }
                 tokens = np.array([*sample.prompt_ids, *sample.response_ids], np.int64)
-                rows.append(TrainSample(tokens, len(sample.prompt_ids), ones, fields))
+                rows.append(TrainSample(tokens, len(sample.prompt_ids), ones, fields, self._routing_of(sample)))
             batches.append(collate(rows, names, self.runtime.device))
         return batches
 
-    def _with_log_probs(self, batches: list[MicroBatch], name: str) -> list[MicroBatch]:
-        return _with_field(batches, name, self.actor.log_probs(batches, self.config.rollout.temperature))
+    def _routing_of(self, sample: Sample) -> npt.NDArray[np.int16] | None:
+        """The engine's experts for this sample's tokens, if they are to be replayed."""
+        if sample.routing is None:
+            return None
+        layers = [layer for layer in range(self.arch.num_layers) if self.arch.layer_is_moe(layer)]
+        try:
+            return replayable(sample.routing, layers, self.arch.num_experts)
+        except ValueError as error:
+            raise TrainingError(f"the engine's routing of sample {sample.sample_id}: {error}") from None
+
+    def _with_old_log_probs(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Of the weights as they are. Under --moe-router-replay actor the updates get the experts of this pass."""
+        done = _with_field(batches, "old_log_probs", self.actor.log_probs(batches, self.config.rollout.temperature))
+        if self.config.moe.moe_router_replay == "actor":
+            done = [replace(batch, routing=routing) for batch, routing in zip(done, self.actor.recorded)]
+        return done
+
+    def _with_ref_log_probs(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Of the reference weights, inside `ReferenceWeights.active`; its tokens go where its own routers send them."""
+        found = self.actor.log_probs(_freely_routed(batches), self.config.rollout.temperature)
+        return _with_field(batches, "ref_log_probs", found)
+
+
+def _freely_routed(batches: list[MicroBatch]) -> list[MicroBatch]:
+    return [replace(batch, routing=None) for batch in batches]
 
 
 def _with_field(batches: list[MicroBatch], name: str, values: Sequence[Tensor]) -> list[MicroBatch]:

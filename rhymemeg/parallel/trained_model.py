@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,6 +34,7 @@ from rhymemeg.parallel.cpu_backend import megatron_calls
 from rhymemeg.parallel.lr_schedule import check_schedule, learning_rate
 from rhymemeg.parallel.model import ActorModel, build_model, params_dtype, uses_equal_shapes
 from rhymemeg.parallel.pipeline import schedule_arguments
+from rhymemeg.parallel.router_replay import Recorded, RoutingControl
 from rhymemeg.parallel.runtime import Runtime
 from rhymemeg.rl.batching import MicroBatch
 
@@ -42,13 +43,17 @@ Metrics = dict[str, Tensor]
 
 @dataclass
 class Work:
-    """A micro-batch as it goes through the pipeline: `tokens` and `labels` are padded and, under context parallelism,
-    this rank's part. `source` is None for a filler that only completes the schedule."""
+    """A micro-batch as it goes through the pipeline: `tokens`, `labels` and `real` (False at padding) are padded and,
+    under context parallelism, this rank's part. `source` is None for a filler that only completes the schedule. `routing`
+    and `recorded` are of `router_replay`."""
 
     index: int
     source: MicroBatch | None
     tokens: Tensor
     labels: Tensor
+    real: Tensor
+    routing: Tensor | Recorded | None = None
+    recorded: Recorded = field(default_factory=dict)
 
     def rows(self, values: Tensor) -> Tensor:
         """Values of this work's tokens, [s, b] as Megatron orders them, as [b, s] of the micro-batch: parts of context
@@ -65,7 +70,7 @@ Outputs = Callable[[Work, Tensor], tuple[Tensor, ...]]
 
 class TrainedModel:
     """See the module. `chunks` are the unwrapped model chunks of this rank, one a virtual stage; `updates` counts the
-    optimizer steps done."""
+    optimizer steps done; `recorded` is the routing that the last `evaluate` found, by micro-batch (MoE only)."""
 
     role: ClassVar[str]
     """Prefix of the metrics, and the name in errors."""
@@ -84,6 +89,12 @@ class TrainedModel:
         self._updates_per_step = config.algorithm.ppo_epochs * config.algorithm.num_minibatches
         check_schedule(optimizer, config.run.train_iters)
         self.chunks: list[torch.nn.Module] = list(build_model(arch, config.model, config.parallel, runtime, kind))
+        self.recorded: list[Recorded] = []
+        self._routing: RoutingControl | None = None
+        if arch.is_moe:
+            self._routing = RoutingControl(
+                self.chunks, arch, runtime, config.moe.moe_aux_loss_coeff, config.model.recompute_activations
+            )
         self._is_last_stage = runtime.pp_rank == runtime.pp_size - 1
         self._model_config: Any = self.chunks[0].config
         with megatron_calls():
@@ -160,7 +171,9 @@ class TrainedModel:
 
         for ddp in self._ddp:
             ddp.eval()
-        self._run(self._prepare(micro_batches), keep, forward_only=True)
+        works = self._prepare(micro_batches)
+        self._run(works, keep, forward_only=True)
+        self.recorded = [work.recorded for work in works[: len(micro_batches)]]
         results = []
         for i, micro_batch in enumerate(micro_batches):
             shape = (count, *micro_batch.shape)
@@ -190,13 +203,21 @@ class TrainedModel:
         for i, (source, (rows, length)) in enumerate(zip(sources, shapes)):
             tokens = torch.zeros(rows, length, dtype=torch.int64, device=r.device)
             labels = torch.zeros_like(tokens)
+            real = torch.zeros_like(tokens, dtype=torch.bool)
+            routing = None if source is None else source.routing
             if source is not None:
                 b, s = source.shape
                 tokens[:b, :s], labels[:b, :s] = source.tokens, source.labels
+                real[:b, :s] = source.real
+                if isinstance(routing, Tensor):
+                    whole = routing.new_full((rows, length, *routing.shape[2:]), -1)
+                    whole[:b, :s] = routing
+                    routing = whole
             if r.cp_size > 1:
                 held = held_positions(length, r.cp_rank, r.cp_size).to(r.device)
-                tokens, labels = tokens[:, held], labels[:, held]
-            works.append(Work(i, source, tokens, labels))
+                tokens, labels, real = tokens[:, held], labels[:, held], real[:, held]
+                routing = routing[:, held] if isinstance(routing, Tensor) else routing
+            works.append(Work(i, source, tokens, labels, real, routing))
         return works
 
     def _run(
@@ -214,7 +235,13 @@ class TrainedModel:
             work = next(works)
             b, s = work.tokens.shape
             positions = torch.arange(s, device=work.tokens.device).expand(b, s)
-            return model(work.tokens, positions, None), partial(loss_of, work)
+            if self._routing is None:
+                return model(work.tokens, positions, None), partial(loss_of, work)
+            chunk: Any = model.module
+            self._routing.begin(chunk, work)
+            output = model(work.tokens, positions, None)
+            self._routing.end(chunk, work)
+            return output, partial(loss_of, work)
 
         chunks = len(self._ddp)
         with megatron_calls():
@@ -251,7 +278,11 @@ class TrainedModel:
                 ddp.train()
                 ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
+        if self._routing is not None:
+            self._routing.start_update(sum(int(batch.real.any(1).sum()) for batch in micro_batches))
         metrics = self._sum_metrics(self._run(self._prepare(micro_batches), head, forward_only=False))
+        if self._routing is not None and self.role == "actor":
+            metrics |= self._routing.metrics()
         if not math.isfinite(metrics[name]):
             raise TrainingError(
                 f"the loss of optimizer step {self.updates}{self._of} is {metrics[name]}; the weights are unchanged"

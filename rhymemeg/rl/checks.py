@@ -15,6 +15,7 @@ def check_algorithm(config: Config) -> None:
     """Raises ConfigError for the first contradiction."""
     _check_groups(config)
     _check_critic(config)
+    _check_replay(config)
     _check_corrections(config)
     _check_rewards(config)
 
@@ -63,6 +64,20 @@ def _check_critic(config: Config) -> None:
             f"--critic-warmup-steps {c.critic_warmup_steps} is not less than --train-iters {config.run.train_iters}: the "
             "actor would never be trained"
         )
+
+
+def _check_replay(config: Config) -> None:
+    a = config.algorithm
+    if config.moe.moe_router_replay == "actor":
+        if a.old_log_probs != "actor":
+            raise ConfigError(
+                "--moe-router-replay actor records the experts with the actor's old log-probabilities: use --old-log-probs actor"
+            )
+        if a.ppo_epochs * a.num_minibatches == 1:
+            raise ConfigError(
+                "--moe-router-replay actor has no effect with one optimizer step a rollout (--ppo-epochs 1 and "
+                "--num-minibatches 1), whose weights are those of the recording"
+            )
 
 
 def _check_corrections(config: Config) -> None:

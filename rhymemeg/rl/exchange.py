@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from rhymemeg.rollout.routing import pack_routing, unpack_routing
 from rhymemeg.rollout.samples import Sample, SampleId
 from rhymemeg.rollout.wire import pack_numbers, unpack_numbers
 
@@ -88,6 +89,13 @@ def exchange(outgoing: Sequence[Sequence[Sample]], fabric: Fabric) -> dict[Sampl
         np.concatenate([pack_numbers(s) for s in samples]) if samples else np.zeros(0, np.int64) for samples in outgoing
     ]
     return {s.sample_id: s for part in _all_to_all(buffers, fabric) for s in unpack_numbers(part)}
+
+
+def exchange_routing(outgoing: Sequence[Sequence[Sample]], received: dict[SampleId, Sample], fabric: Fabric) -> None:
+    """All-to-all of the engines' experts, after `exchange` of the same samples: sets `routing` of those received."""
+    for part in exchange_bytes([pack_routing(samples) for samples in outgoing], fabric):
+        for sample_id, routing in unpack_routing(part).items():
+            received[sample_id].routing = routing
 
 
 def exchange_bytes(outgoing: Sequence[bytes], fabric: Fabric) -> list[bytes]:

@@ -23,12 +23,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rhymemeg.arch import ModelArch
 from rhymemeg.config import Config
 from rhymemeg.errors import RolloutError, WeightSyncError
+from rhymemeg.rollout.routing import Part, assemble
 from rhymemeg.rollout.samples import Sample, SampleId
 from rhymemeg.rollout.spec import EngineSpec, SamplingOptions
 from rhymemeg.rollout.stop import StopStrings
@@ -66,6 +67,7 @@ class _Request:
     request_id: str
     sample: Sample
     stop: StopStrings | None
+    routing: list[Part] = field(default_factory=list)
 
 
 class RolloutEngine:
@@ -175,6 +177,7 @@ class RolloutEngine:
             request = self._requests[out.request_id]
             sample = request.sample
             before = len(sample.response_ids)
+            request.routing += out.routing
             sample.response_ids += out.token_ids
             sample.log_probs += out.log_probs
             if not all(map(math.isfinite, out.log_probs)) or len(out.log_probs) != len(out.token_ids):
@@ -204,6 +207,9 @@ class RolloutEngine:
         return StepOutput(finished, tokens, running, waiting)
 
     def _forget(self, request: _Request) -> None:
+        sample = request.sample
+        read = len(sample.prompt_ids) + len(sample.response_ids) - 1
+        sample.routing = assemble(read, request.routing, sample.routing, self.spec.arch.num_experts)
         del self._requests[request.request_id]
         del self._request_of[request.sample.sample_id]
 

@@ -11,6 +11,9 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -53,7 +56,7 @@ def sample_seed(run_seed: int, sample_id: SampleId, tokens_so_far: int = 0) -> i
 @dataclass
 class Sample:
     """One response, complete when `finish_reason` is set. The three lists have one entry a generated token (the
-    end-of-sequence token included)."""
+    end-of-sequence token included). `routing` are the engine's experts, where they are asked for (`rollout.routing`)."""
 
     sample_id: SampleId
     prompt_ids: tuple[int, ...]
@@ -65,6 +68,7 @@ class Sample:
     text: str = ""
     reward: float | None = None
     reward_components: dict[str, float] = field(default_factory=dict)
+    routing: npt.NDArray[np.unsignedinteger] | None = None
 
     @property
     def truncated(self) -> bool:

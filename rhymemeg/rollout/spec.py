@@ -90,6 +90,7 @@ class EngineSpec:
     speculative       vLLM's speculative_config, or None
     worker_extension  dotted name of a class that vLLM mixes into its worker, or ""
     load_format       "auto": weights of the folder, version 0; "dummy": none until `RolloutEngine.load_weights`
+    return_routing    samples get the experts of their tokens (`rollout.routing`)
     """
 
     model: str
@@ -113,6 +114,7 @@ class EngineSpec:
     speculative: Mapping[str, Any] | None = None
     worker_extension: str = ""
     load_format: str = "auto"
+    return_routing: bool = False
 
     @classmethod
     def from_config(
@@ -127,6 +129,7 @@ class EngineSpec:
     ) -> EngineSpec:
         """The engine of a run. On CPU: no CUDA graphs, no sleep mode, and a KV cache of a fixed size."""
         engine, cpu = config.engine, device_type == "cpu"
+        routing = config.moe.moe_router_replay == "rollout"
         dtype = {"auto": "float32" if cpu else "bfloat16", "fp32": "float32", "bf16": "bfloat16"}
         return cls(
             model=config.model.hf_checkpoint,
@@ -142,7 +145,8 @@ class EngineSpec:
             kv_cache_memory=int(engine.vllm_kv_cache_memory_gib * GIB) if cpu else None,
             gpu_memory_utilization=engine.vllm_gpu_memory_utilization,
             enforce_eager=cpu or engine.vllm_enforce_eager,
-            enable_prefix_caching=engine.vllm_enable_prefix_caching,
+            # Experts of tokens that come from the cache are not known on CPU (`vllm_compat.RoutingCapture`).
+            enable_prefix_caching=engine.vllm_enable_prefix_caching and not (cpu and routing),
             enable_sleep_mode=engine.vllm_enable_sleep_mode and not cpu,
             enable_expert_parallel=engine.vllm_enable_expert_parallel,
             block_size=CPU_BLOCK_SIZE if cpu else None,
@@ -150,6 +154,7 @@ class EngineSpec:
             speculative=speculative,
             worker_extension=worker_extension,
             load_format=load_format,
+            return_routing=routing,
         )
 
     @property
@@ -192,6 +197,10 @@ class EngineSpec:
         if arch.num_key_value_heads % tp and tp % arch.num_key_value_heads:
             raise ConfigError(
                 f"{option} is neither a divisor nor a multiple of the {arch.num_key_value_heads} key-value heads"
+            )
+        if self.return_routing and self.device_type != "cpu" and not self.enable_prefix_caching:
+            raise ConfigError(
+                "--moe-router-replay rollout: vLLM returns experts only with --vllm-enable-prefix-caching True"
             )
         if self.device_type == "cpu" and arch.head_dim not in CPU_HEAD_SIZES:
             raise ConfigError(

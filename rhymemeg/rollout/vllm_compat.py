@@ -16,9 +16,14 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from rhymemeg.arch import ModelArch
 from rhymemeg.errors import ConfigError, RolloutError
+from rhymemeg.rollout.routing import Part, expert_dtype
 from rhymemeg.rollout.spec import EngineSpec, SamplingOptions
 
 if TYPE_CHECKING:
@@ -318,6 +323,42 @@ class Output(NamedTuple):
     log_probs: list[float]
     finish: str | None
     prompt_log_probs: list[float] | None
+    routing: Sequence[Part] = ()
+
+
+class RoutingCapture:
+    """Experts of every token, on CPU. vLLM returns them itself (`enable_return_routed_experts`) with its second model
+    runner only, which needs Triton; here the callback that its routers have for that purpose writes them down, and the
+    batch of the step says whose they are. Tokens out of the prefix cache pass no router, so there must be none."""
+
+    def __init__(self, model: Any, runner: Any, arch: ModelArch, max_tokens: int) -> None:
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+        shape = (max_tokens, arch.num_layers, arch.num_experts_per_tok)
+        self._rows = np.zeros(shape, expert_dtype(arch.num_experts))
+        self._runner, self._ran = runner, False
+        for module in model.modules():
+            if isinstance(module, MoERunner):
+                module.router.set_capture_fn(partial(self._keep, module.layer_id))
+
+    def _keep(self, layer: int, experts: Tensor) -> None:
+        self._rows[: len(experts), layer] = experts.numpy()
+        self._ran = True
+
+    def take(self) -> dict[str, Part]:
+        """What the step has read, by request. Rows of drafted tokens that were not accepted lie beyond the request's
+        end, and the next step reads those positions again."""
+        if not self._ran:
+            return {}
+        self._ran = False
+        requests = list(self._runner.input_batch.req_ids)
+        bounds = self._runner.query_start_loc.np[: len(requests) + 1].tolist()
+        positions = self._runner.positions
+        return {
+            request: (int(positions[start]), self._rows[start:end].copy())
+            for request, start, end in zip(requests, bounds, bounds[1:])
+            if end > start
+        }
 
 
 class VllmEngine:
@@ -355,6 +396,11 @@ class VllmEngine:
         self._client._finalizer.detach()
         VllmEngine._alive += 1
         self._core = self._client.engine_core
+        self._routed: dict[str, int] = {}  # tokens of a request whose experts vLLM has returned
+        self._capture: RoutingCapture | None = None
+        if spec.return_routing and spec.device_type == "cpu":
+            tokens = spec.batched_tokens or spec.max_model_len
+            self._capture = RoutingCapture(self.model, self.model_runner, spec.arch, tokens)
         self._tasks = self._llm.get_supported_tasks()
 
     # ------------------------------------------------------------------------------------------------------- requests
@@ -383,7 +429,9 @@ class VllmEngine:
     def step(self) -> list[Output]:
         """One step of the engine: nothing, if it has no requests."""
         outputs = []
-        for out in self._client.get_output().outputs:
+        results = self._client.get_output().outputs
+        captured = {} if self._capture is None else self._capture.take()
+        for out in results:
             logprobs, prompt = out.new_logprobs, out.new_prompt_logprobs_tensors
             outputs.append(
                 Output(
@@ -392,12 +440,25 @@ class VllmEngine:
                     [] if logprobs is None else logprobs.logprobs[:, 0].tolist(),
                     None if out.finish_reason is None else str(out.finish_reason),
                     None if prompt is None else prompt.logprobs[:, 0].tolist(),
+                    [captured[out.request_id]] if out.request_id in captured else self._returned(out),
                 )
             )
         return outputs
 
+    def _returned(self, out: Any) -> list[Part]:
+        """Experts that vLLM returned: those of the next tokens of the request, from its first one on."""
+        if out.routed_experts is None:
+            return []
+        start = self._routed.get(out.request_id, 0)
+        self._routed[out.request_id] = start + len(out.routed_experts)
+        if out.finish_reason is not None:
+            del self._routed[out.request_id]
+        return [(start, out.routed_experts)]
+
     def abort(self, request_ids: Sequence[str]) -> None:
         """Forget requests at once."""
+        for request_id in request_ids:
+            self._routed.pop(request_id, None)
         self._client.abort_requests(list(request_ids))
 
     def request_counts(self) -> tuple[int, int]:
@@ -500,6 +561,8 @@ def _engine_args(spec: EngineSpec) -> dict[str, Any]:
         "async_scheduling": False,
         "disable_log_stats": True,
     }
+    if spec.return_routing and spec.device_type != "cpu":
+        args["enable_return_routed_experts"] = True
     if spec.speculative is not None:
         args["speculative_config"] = dict(spec.speculative)
     if spec.worker_extension:
