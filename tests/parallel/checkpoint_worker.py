@@ -178,6 +178,47 @@ class Checks:
         close = all(abs(a - b) < 1e-5 for a, b in zip(losses, straight))
         self.results["tp2 -> pp2 -> dp2"] = close or [losses, straight]
 
+    def folder(self, actor: Any) -> None:
+        """The checkpoints of a run: which stay, which is loaded, what a killed save leaves."""
+        from rhymemeg.config import CheckpointOptions
+        from rhymemeg.parallel.checkpoint_folder import CheckpointFolder
+
+        path, rank0 = self.work / "checkpoints", self.runtime.is_rank0
+        options = CheckpointOptions(load="auto", keep_last=2, keep_every=3)
+        folder = CheckpointFolder(path, options, self.runtime)
+        self.results["nothing to load"] = folder.load(actor) is None
+        for steps in range(1, 6):
+            folder.save(actor, steps, {"step": steps}, {"mine": str(self.runtime.rank).encode()})
+        names = sorted(p.name for p in path.iterdir())
+        self.results["keeps the last and every third"] = names == [f"step_0000000{i}" for i in (3, 4, 5)] or names
+        found = folder.load(actor)
+        pieces = list(folder.load_files(found[0], "mine")) if found else []
+        self.results["loads the newest"] = (found is not None and found[1] == {"step": 5}) or str(found)
+        self.results["gives the pieces"] = pieces == [(0, b"0"), (1, b"1")] or str(pieces)
+
+        if rank0:
+            os.truncate(path / "step_00000005/__0_0.distcp", 10)
+            # Killed while saving step 6, and, in a resumed run, between the two renames of step 4.
+            (path / ".step_00000006.saving").mkdir()
+            os.replace(path / "step_00000004", path / ".step_00000004.old")
+        self.runtime.barrier("damage")
+        folder = CheckpointFolder(path, options, self.runtime)
+        found = folder.load(actor)
+        self.results["passes over a damaged one"] = (found is not None and found[1] == {"step": 4}) or str(found)
+        said = "step_00000005/__0_0.distcp has 10 bytes"
+        self.results["says so"] = (len(folder.warnings) == 1 and said in folder.warnings[0]) or folder.warnings
+        folder.begin(4)
+        self.runtime.barrier("begun")
+        names = sorted(p.name for p in path.iterdir())
+        wanted = ["step_00000003", "step_00000004", "step_00000005.replaced"]
+        self.results["tidies and sets aside"] = names == wanted or names
+        named = CheckpointOptions(load=str(path / "step_00000005.replaced"))
+        self.fails_naming(
+            "one that is named is not passed over",
+            "__0_0.distcp has 10 bytes",
+            lambda: CheckpointFolder(path, named, self.runtime).load(actor),
+        )
+
     def run(self) -> None:
         rank, saved = self.runtime.rank, self.work / "saved"
         actor = self.actor({EP: 2})
@@ -208,6 +249,7 @@ class Checks:
             self.results[f"loads on {name}"] = close or [losses, wanted]
 
         plain = self.actor({})
+        self.folder(plain)
         self.fails_naming("missing", "nowhere does not exist", lambda: plain.load_checkpoint(self.work / "nowhere"))
         broken = self.copy(saved, "corrupt")
         if rank == 0:

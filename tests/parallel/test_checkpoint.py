@@ -25,6 +25,14 @@ CHECKS = (
     "tp2 continues identically",
     "pp2 continues identically",
     "tp2 -> pp2 -> dp2",
+    "nothing to load",
+    "keeps the last and every third",
+    "loads the newest",
+    "gives the pieces",
+    "passes over a damaged one",
+    "says so",
+    "tidies and sets aside",
+    "one that is named is not passed over",
     "another model",
     "megatron reads converted weights on tp2",
     "megatron reads converted weights on ep2",
@@ -56,7 +64,7 @@ CHECKS = (
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     models, work = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("work")
     cases.make_model("qwen3_moe_mixed", models / "qwen3_moe_mixed")
-    done = torchrun(2, "checkpoint_worker.py", str(models), str(work))
+    done = torchrun(2, "checkpoint_worker.py", str(models), str(work), timeout=480)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     found: dict[str, object] = json.loads(Path(work / "results.json").read_text())
     return found
