@@ -19,6 +19,7 @@ those (`rhymemeg.histospec.trace`).
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import sys
@@ -255,7 +256,7 @@ def replay(
     )
     cost = CostModel.load(arguments.profile) if arguments.profile else CostModel.built_in(arguments.device)
     drafter = Drafter(options, history, cost, Exhaustive() if arguments.exhaustive else None)  # type: ignore[arg-type]
-    drafter.cost.observe = lambda *_: None  # type: ignore[method-assign]  # a replay's own speed teaches nothing
+    drafter.learner = copy.deepcopy(cost)  # a replay's own speed teaches nothing
     drafter.load({prompt: trace.prompts[prompt] for prompt in live})
     engine = Engine(drafter, batch, cost)
     engine.run(
