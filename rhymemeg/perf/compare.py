@@ -169,11 +169,11 @@ def _middle(values: np.ndarray) -> float:
 
 
 def _sorted(lines: list[Line]) -> list[Line]:
-    """What moved first, by its part of the step where known, else by its size."""
+    """What moved first, by its part of the step where known, else by its size; the whole step after its phases."""
 
-    def key(line: Line) -> tuple[bool, float]:
+    def key(line: Line) -> tuple[bool, bool, float]:
         size = abs(line.points) if math.isfinite(line.points) else abs(line.change.ratio - 1)
-        return not line.change.moved, -size if math.isfinite(size) else 0.0
+        return not line.change.moved, line.name == "step", -size if math.isfinite(size) else 0.0
 
     return sorted(lines, key=key)
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rhymemeg.errors import DataError
 from rhymemeg.observe.read_run import Floats, Line, RunData
 from rhymemeg.report import engines
 from rhymemeg.report.charts import Series, escape, line_chart, number, stack_chart
@@ -295,9 +296,25 @@ def _gpu(run: RunData, other: RunData | None) -> list[str]:
 
 
 def _comparison(run: RunData, other: RunData | None) -> str:
+    """Which phase is slower or faster than in the run compared with, as `rhymemeg perf compare` says."""
     if other is None:
         return ""
-    return ""
+    from rhymemeg.perf import compare
+    from rhymemeg.perf.runs import SKIP
+    from rhymemeg.perf.statistics import Rule
+
+    head = "<h2>Speed against the compared run</h2>"
+    try:
+        found = compare.compare_runs(other, run, Rule(), SKIP)
+    except DataError as error:
+        return f'{head}<p class="note">Not compared: {escape(error)}</p>'
+    names = "".join(f"<th>{escape(name)}</th>" for name in compare.HEAD)
+    rows = []
+    for cells in compare.rows(found):
+        marks = [f' class="{cell}"' if i == 6 and cell in ("slower", "faster") else "" for i, cell in enumerate(cells)]
+        rows.append("<tr>" + "".join(f"<td{mark}>{escape(cell)}</td>" for mark, cell in zip(marks, cells)) + "</tr>")
+    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in found.notes)
+    return f"{head}<p>{escape(compare.verdict(found))}</p><table><tr>{names}</tr>{''.join(rows)}</table>{notes}"
 
 
 def _flat(config: dict) -> dict[str, object]:

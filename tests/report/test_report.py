@@ -116,6 +116,16 @@ def test_comparison_draws_both_and_names_options_that_differ(small: Path, tmp_pa
     assert "<td>train_iters</td><td>3</td><td>4</td>" in text
 
 
+def test_comparison_says_which_phase_is_slower(tmp_path: Path) -> None:
+    before = make_run(tmp_path / "before", 60)
+    after = make_run(tmp_path / "after", 60, scale={"train": 1.2})
+    text = page(read_run(after), read_run(before))
+    outline(text)
+    assert "slower: train +20.0 %, step" in text and '<td class="slower">slower</td>' in text
+    short = make_run(tmp_path / "short", 2)
+    assert "Not compared: " in page(read_run(after), read_run(short))
+
+
 def test_size_of_a_long_run_of_many_engines(large: Path, small: Path, tmp_path: Path) -> None:
     _, size = write_report(str(large), str(small), str(tmp_path / "report.html"))
     assert size < 5_000_000
