@@ -7,11 +7,13 @@ For each size, one line a part:
     window     requests to the store that the engines share during a rollout: one poll of the real `WindowBoard` against a
                store that counts requests and bytes, times the polls a second that `WindowExecution` allows itself
     guard      the same for the heartbeats of `parallel.failure`, from its own interval
-    plan       seconds of HistoPipe's plan of a step, which every rank makes for itself
-    batches    seconds of the plan of micro-batches, likewise
+    plan       seconds of CPU of HistoPipe's plan of a step, which every rank makes for itself
+    batches    seconds of CPU of the plan of micro-batches, likewise
     summaries  bytes of the line a sample that every rank receives once a step
     tokens     bytes that a rank sends to those that train its samples: ids, log-probabilities, versions
     history    bytes of history that change rank between two epochs, a rank
+    straggler  how much longer than the mean the slowest rank takes, where a rank's time varies by --jitter (normal): what a
+               barrier over all ranks costs
 
 and once: how many requests a second a real store answers here. No part of a rank's work grows with the number of ranks at
 every engine step; the window's and the guard's requests end at the one process that keeps the store, so these two bound it.
@@ -179,6 +181,13 @@ class Step:
     summary_bytes: int
     token_bytes: int
     history_bytes: int
+    straggler: float
+
+
+def straggler(ranks: int, jitter: float) -> float:
+    """Mean excess of the largest of `ranks` normal numbers of this relative deviation, over 200 draws."""
+    draws = np.random.default_rng(0).standard_normal((200, ranks))
+    return float(jitter * draws.max(axis=1).mean())
 
 
 def step(gpus: int, engines: int, options: argparse.Namespace) -> Step:
@@ -198,14 +207,14 @@ def step(gpus: int, engines: int, options: argparse.Namespace) -> Step:
         max_response_len=options.cap,
         carry_share=0.03,
     )
-    start = time.perf_counter()
+    start = time.process_time()
     plan(request)
-    planned = time.perf_counter()
+    planned = time.process_time()
     data_parallel = max(1, gpus // options.model_parallel)
     lengths = (drawn.actual.ravel() + options.prompt_tokens).tolist()
-    begin = time.perf_counter()
+    begin = time.process_time()
     plan_micro_batches(lengths, data_parallel, options.cap + options.prompt_tokens, 4096)
-    batched = time.perf_counter()
+    batched = time.process_time()
     samples, tokens = drawn.actual.size, int(drawn.actual.sum())
     return Step(
         planned - start,
@@ -213,6 +222,7 @@ def step(gpus: int, engines: int, options: argparse.Namespace) -> Step:
         SUMMARY_BYTES * samples,
         TOKEN_BYTES * tokens // engines * options.model_parallel,
         int(options.history_bytes * tokens / engines * (1 - 1 / engines)),
+        straggler(gpus, options.jitter),
     )
 
 
@@ -228,6 +238,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--cap", type=int, default=16384, help="longest response, tokens (16384)")
     p.add_argument("--prompt-tokens", type=int, default=200, help="(200)")
     p.add_argument("--history-bytes", type=float, default=2.25, help="packed, a token (2.25, docs/histospec.md)")
+    p.add_argument("--jitter", type=float, default=0.01, help="relative deviation of a rank's time (0.01)")
     p.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     return p
 
@@ -270,6 +281,7 @@ def main(words: list[str] | None = None) -> int:
     add("summaries: MB a rank", "{:,.2f}", "step", "summary_bytes", 1e-6)
     add("tokens: MB a rank", "{:,.1f}", "step", "token_bytes", 1e-6)
     add("history: MB a rank", "{:,.2f}", "step", "history_bytes", 1e-6)
+    add("straggler: % of the step", "{:,.1f}", "step", "straggler", 100)
     width = max(len(row[0]) for row in lines)
     for row in lines:
         print(row[0].ljust(width) + "".join(cell.rjust(12) for cell in row[1:]))

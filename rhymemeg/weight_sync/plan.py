@@ -227,7 +227,7 @@ def update_figures(
     plan = make_plan(layout, actor, target, itemsize, bucket_bytes, ranks_per_node, layers_in_flight)
     planned, planned_cpu = time.perf_counter(), time.process_time()
     plan.program(rank)
-    one_rank = time.perf_counter() - planned
+    one_rank, one_rank_cpu = time.perf_counter() - planned, time.process_time() - planned_cpu
     return {
         "model": arch.architecture,
         "model_bytes": sum(numel(whole(t.shape)) * t.itemsize for t in plan.tensors),
@@ -239,6 +239,7 @@ def update_figures(
         "planning_seconds": planned - start,
         "planning_cpu_seconds": planned_cpu - start_cpu,
         "planning_seconds_one_rank": one_rank,
+        "planning_cpu_seconds_one_rank": one_rank_cpu,
         "planning_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
