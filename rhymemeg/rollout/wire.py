@@ -1,8 +1,8 @@
 """Samples as bytes: for the way to another rank and for checkpoints. Pure.
 
 `pack_numbers` holds what training needs (ids, tokens, versions, log-probabilities) as one int64 array. `pack_samples` adds
-the rest (finish reason, reward and its components) as a line of JSON before it; texts are left out, since tokens give them
-again. Nothing is pickled. `unpack_samples` raises ValueError on anything that `pack_samples` did not write.
+the rest (finish reason, reward and its components as a line of JSON before it, the experts of `routing` after it); texts are
+left out, since tokens give them again. Nothing is pickled. `unpack_samples` raises ValueError on anything that `pack_samples` did not write.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from rhymemeg.rollout.routing import pack_routing, unpack_routing
 from rhymemeg.rollout.samples import Sample, SampleId
 
 
@@ -67,22 +68,31 @@ def unpack_numbers(buffer: npt.NDArray[np.int64]) -> list[Sample]:
 
 def pack_samples(samples: Sequence[Sample]) -> bytes:
     """Samples with everything but their text."""
-    head = [[s.finish_reason, s.reward, s.reward_components] for s in samples]
-    body = np.concatenate([pack_numbers(s) for s in samples]) if samples else np.zeros(0, np.int64)
-    return json.dumps(head).encode() + b"\n" + body.astype("<i8").tobytes()
+    numbers = b"".join(pack_numbers(s).astype("<i8").tobytes() for s in samples)
+    head = {
+        "samples": [[s.finish_reason, s.reward, s.reward_components] for s in samples],
+        "numbers": len(numbers),
+    }
+    return json.dumps(head).encode() + b"\n" + numbers + pack_routing(samples)
 
 
 def unpack_samples(data: bytes) -> list[Sample]:
     """Inverse of `pack_samples`."""
     head, separator, body = data.partition(b"\n")
-    if not separator or len(body) % 8:
+    if not separator:
         raise ValueError("not a list of samples")
-    rest = json.loads(head)
-    samples = unpack_numbers(np.frombuffer(body, "<i8").astype(np.int64))
+    entries = json.loads(head)
+    rest, size = entries["samples"], int(entries["numbers"])
+    if size % 8 or size > len(body):
+        raise ValueError("samples are cut short")
+    samples = unpack_numbers(np.frombuffer(body[:size], "<i8").astype(np.int64))
     if len(rest) != len(samples):
         raise ValueError(f"{len(samples)} samples with {len(rest)} descriptions")
     for sample, (finish_reason, reward, components) in zip(samples, rest):
         if finish_reason not in (None, "stop", "length", "abort"):
             raise ValueError(f"finish reason {finish_reason!r}")
         sample.finish_reason, sample.reward, sample.reward_components = finish_reason, reward, dict(components)
+    by_id = {sample.sample_id: sample for sample in samples}
+    for sample_id, routing in unpack_routing(body[size:]).items():
+        by_id[sample_id].routing = routing
     return samples

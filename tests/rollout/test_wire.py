@@ -42,6 +42,18 @@ def test_everything_but_the_text_survives(before: list[Sample]) -> None:
             assert getattr(one, name) == getattr(other, name)
 
 
+def test_routing_goes_along() -> None:
+    with_routing, without = Sample(SampleId(0, 1, 0), (1, 2), [3]), Sample(SampleId(0, 1, 1), (1, 2), [3])
+    for sample in (with_routing, without):
+        sample.log_probs, sample.versions = [-1.0], [0]
+    with_routing.routing = np.arange(12, dtype=np.uint8).reshape(2, 3, 2)
+    one, two = unpack_samples(pack_samples([with_routing, without]))
+    assert one.routing is not None and np.array_equal(one.routing, with_routing.routing)
+    assert one.routing.dtype == np.uint8 and two.routing is None
+    with pytest.raises(ValueError):
+        unpack_samples(pack_samples([with_routing])[:-1])
+
+
 @given(st.lists(samples(), min_size=1, max_size=3), st.data())
 def test_what_is_cut_short_is_refused(before: list[Sample], data: st.DataObject) -> None:
     packed = pack_samples(before)
