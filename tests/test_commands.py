@@ -44,6 +44,10 @@ def test_arguments_reach_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     import rhymemeg.train
 
-    monkeypatch.setattr(rhymemeg.train, "main", lambda argv: seen.append(argv) or 3)
+    def train(argv: list[str]) -> int:
+        seen.append(argv)
+        return 3
+
+    monkeypatch.setattr(rhymemeg.train, "main", train)
     assert commands.main(["train", "--dry-run"]) == 3
     assert seen == [["--dry-run"]]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import signal
 import statistics
 import sys
 from collections.abc import Sequence
@@ -73,6 +74,7 @@ def run(options: argparse.Namespace) -> int:
         model = measure.own_tree() / model
     if set(groups) - {"quick"} and not model.is_dir():
         raise ConfigError(f"--model {options.model}: no such folder")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes that were started are ended
     settings = measure.Settings(
         groups, options.rounds, options.repeats, str(model), options.steps, timeout=options.timeout
     )

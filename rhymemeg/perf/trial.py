@@ -1,7 +1,7 @@
 """Does `rhymemeg perf compare` find what it should, and nothing else? Planted slowdowns on noise like that of real repeats.
 
     python -m rhymemeg.perf.trial                                               noise of a steady machine, results and runs
-    python -m rhymemeg.perf.trial --recorded tests/perf/repeats.json            and noise recorded on real, shared machines
+    python -m rhymemeg.perf.trial --recorded tests/perf/repeats.json            and noise recorded on a real, shared machine
 
 A trial draws a reference and a new result (or two runs) from the same noise, multiplies one measure (one phase) of the new one by
 1, 1.05 or 1.10, and compares. Printed are, of `--trials` each: alarms without a change (either direction), slowdowns found,
@@ -193,13 +193,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--steps", type=int, default=300, help="steps of a run (300)")
     parser.add_argument("--recorded", help="JSON of real repeats")
+    parser.add_argument("--only", nargs="+", help="steady, runs, or names of recorded machines; default: all")
     o = parser.parse_args(argv)
+
+    def wanted(name: str) -> bool:
+        return not o.only or name in o.only
+
     rule = Rule()
     size = f"{o.rounds} rounds x {o.repeats} repeats"
     try:
-        outcome = try_results("any", steady(o.rounds, o.repeats), o.trials, rule)
-        print(table(f"Two results, steady machine, {size}", [outcome]))
+        if wanted("steady"):
+            outcome = try_results("any", steady(o.rounds, o.repeats), o.trials, rule)
+            print(table(f"Two results, steady machine, {size}", [outcome]))
         for machine, measures in (read_recorded(o.recorded) if o.recorded else {}).items():
+            if not wanted(machine):
+                continue
             if machine.startswith("turns"):
                 outcomes = [try_turns(n, p, o.rounds, o.repeats, o.trials, rule) for n, p in measures.items()]
             else:
@@ -207,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     try_results(n, recorded(real, o.rounds, o.repeats), o.trials, rule) for n, real in measures.items()
                 ]
             print(table(f"Two results, noise recorded on a machine: {machine}, {size}", outcomes))
-        for same in (True, False):
+        for same in (True, False) if wanted("runs") else ():
             how = "step by step" if same else "as different work"
             outcomes = [try_runs(phase, o.steps, o.trials, rule, same_work=same) for phase in PHASES]
             print(table(f"Two runs of {o.steps} steps, compared {how}", outcomes))

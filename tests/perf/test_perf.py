@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ REPEATS = Path(__file__).parent / "repeats.json"
 RULE = Rule()
 
 
-def result(seed: int = 0, factor: float = 1.0, name: str = "planner.plan", **changes: object) -> Result:
+def result(seed: int = 0, factor: float = 1.0, name: str = "planner.plan", **changes: Any) -> Result:
     rng = np.random.default_rng(seed)
     measures = [
         Measure(n, n.partition(".")[0], trial._times(trial.steady(5, 25)(rng), factor if n == name else 1.0))
@@ -284,3 +285,18 @@ def test_a_process_that_fails_is_named(tmp_path: Path, capsys: pytest.CaptureFix
 def test_speed_of_the_machine_is_measured() -> None:
     context = suite.context_for("")
     assert 0 < suite.machine_speed(context.clock) < 60 and context.clock_name == "cpu"
+
+
+@pytest.mark.engine
+def test_model_probes_run() -> None:
+    settings_ = Settings(suite.choose(["model"]), rounds=1, repeats=1, timeout=400)
+    (found,) = measure_run(settings_, [own_tree()])
+    assert {m.name for m in found.measures} == {"rollout.plain", "rollout.drafted", "train.step", "sync.push"}
+
+
+@pytest.mark.engine
+@pytest.mark.distributed
+def test_whole_steps_run() -> None:
+    (found,) = measure_run(Settings({"step": ["step"]}, rounds=1, steps=2, timeout=400), [own_tree()])
+    assert {"step.whole", "step.rollout", "step.train"} <= {m.name for m in found.measures}
+    assert all(len(m.rounds[0]) == 2 for m in found.measures)
