@@ -190,7 +190,7 @@ def drain_seconds(lengths: np.ndarray, slots: int, cost: CostModel) -> float:
 
 @dataclass(frozen=True)
 class Training:
-    """Seconds of the three kinds of passes; FLOPs of all ranks. `bubble`: share of the pipeline's time that it fills and
+    """Seconds of updates and of forward passes; FLOPs of all ranks. `bubble`: share of the pipeline's time that it fills and
     drains; `dp_imbalance`: busiest data-parallel rank over the mean; `padding`: share of the tokens that are padding;
     `stage_imbalance`: heaviest pipeline stage over the mean."""
 
@@ -210,13 +210,14 @@ class Training:
 def training_time(
     arch: ModelArch, config: Config, layout: Layout, gpu: Gpu, work: Workload, efficiency: Efficiency
 ) -> Training:
-    """All optimizer steps of one training phase, and the forward passes before it (`rhymemeg.learner`)."""
+    """All optimizer steps of one training phase, a critic's included, and the forward passes before it: old
+    log-probabilities, the reference's, a critic's values (`rhymemeg.learner`)."""
     a = config.algorithm
     forward = sequence_flops(arch, work.lengths)
     passes = 3 + config.model.recompute_activations
-    train = forward * passes * a.ppo_epochs
-    needs_old = a.old_log_probs == "actor" and a.ppo_epochs * a.num_minibatches > 1
-    log_prob = forward * (needs_old + a.needs_reference)
+    train = forward * passes * a.ppo_epochs * (2 if a.needs_critic else 1)
+    needs_old = a.old_log_probs == "actor" and (a.ppo_epochs * a.num_minibatches > 1 or a.kl_coef > 0)
+    log_prob = forward * (needs_old + a.needs_reference + a.needs_critic)
     peak = gpu.flops * layout.world_size
     share = efficiency.train_moe if arch.is_moe else efficiency.train_dense
     micro_batches, imbalance, padding = balance(config, arch, layout, work)

@@ -135,15 +135,18 @@ def estimate(
     stays = residency(config, device_type)
     found: list[tuple[Sizes, tuple[Phase, ...]]] = []
     for stage, shard in enumerate(actor_shards(arch, layout, padded)):
+        states = optimizer_bytes(shard, layout, width, config.parallel.use_distributed_optimizer)
         sizes = Sizes(
             parameters=shard.total * width,
             gradients=shard.total * 4,
-            optimizer=optimizer_bytes(shard, layout, width, config.parallel.use_distributed_optimizer),
+            optimizer=states,
             activations=activation_bytes(arch, config, layout, stage, width, micro_batches, device_type == "cuda"),
             engine_weights=weights,
             kv_cache=max(cache, 0),
             layer=layer,
             bucket=config.sync.update_weight_buffer_size,
+            # Of the actor's size; that it has a small head in place of the output layer is left out.
+            critic=shard.total * (width + 4) + states if config.algorithm.needs_critic else 0,
         )
         found.append((sizes, tuple(phases(sizes, stays))))
     peaks = [max(phase.bytes for phase in sequence) for _, sequence in found]

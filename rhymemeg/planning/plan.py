@@ -66,7 +66,7 @@ class Plan:
             return {}
         found = {"rollout": (self.rollout.floor, self.rollout.expected)}
         if self.training.log_prob_flops:
-            found["log-probabilities"] = (self.training.log_prob_floor, self.training.log_prob)
+            found["forward passes"] = (self.training.log_prob_floor, self.training.log_prob)
         found["train"] = (self.training.train_floor, self.training.train)
         found["sync"] = self.sync_seconds
         return found
@@ -129,6 +129,7 @@ class Plan:
             ("parameters", s.parameters),
             ("gradients", s.gradients),
             ("optimizer state", s.optimizer),
+            ("critic", s.critic),
             ("activations", s.activations),
             ("engine weights", s.engine_weights),
             ("KV cache", s.kv_cache),
@@ -175,7 +176,7 @@ class Plan:
         mfu = (t.train_flops + t.log_prob_flops) / (self.world * self.gpu.flops * expected)
         lines += [
             f"that is {rate:,.0f} generated tokens a second and GPU, and {100 * mfu:.1f} % of the peak over the whole step",
-            f"FLOPs: {t.train_flops:.3g} training, {t.log_prob_flops:.3g} log-probabilities",
+            f"FLOPs: {t.train_flops:.3g} training, {t.log_prob_flops:.3g} forward passes (log-probabilities, values)",
             f"imbalance: pipeline stages {t.stage_imbalance:.2f} (busiest over mean), data-parallel ranks "
             f"{t.dp_imbalance:.2f}, bubble {100 * t.bubble:.0f} % with {t.micro_batches} micro-batches, padding "
             f"{100 * t.padding:.0f} %, engines idle {100 * r.idle:.0f} % of the rollout with a random split",

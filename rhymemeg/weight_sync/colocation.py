@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of one rank. `layer`: the largest layer of the engine's weights; `bucket`: --update-weight-buffer-size."""
+    """Bytes of one rank. `layer`: the largest layer of the engine's weights; `bucket`: --update-weight-buffer-size;
+    `critic`: everything of a critic, which stays on the device, but its activations, which never meet the actor's."""
 
     parameters: int
     gradients: int
@@ -31,6 +32,7 @@ class Sizes:
     kv_cache: int
     layer: int
     bucket: int
+    critic: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class Phase:
 
 def phases(sizes: Sizes, stays: Residency) -> list[Phase]:
     """What is on the device in each phase, in order."""
-    actor = {"parameters": sizes.parameters}
+    critic = {"critic": sizes.critic} if sizes.critic else {}
+    actor = {"parameters": sizes.parameters, **critic}
     state = {
         name: size
         for name, size, kept in (
@@ -81,7 +84,7 @@ def phases(sizes: Sizes, stays: Residency) -> list[Phase]:
         Phase("offload", {**actor, **state, **resident}),
         Phase("wake weights", {**actor, **state, **engine, **asleep}),
         Phase("sync", {**actor, **state, **engine, **asleep, **moving}),
-        Phase("rollout", {**(actor if stays.parameters_in_rollout else {}), **state, **engine, **cache}),
+        Phase("rollout", {**(actor if stays.parameters_in_rollout else critic), **state, **engine, **cache}),
     ]
 
 

@@ -119,12 +119,24 @@ def test_a_model_that_no_layout_helps() -> None:
 
 def test_floors_are_below_expectations() -> None:
     found = plan(tensor_model_parallel_size=2, ppo_epochs=2, kl_loss_coef=0.1)
-    assert list(found.phases) == ["rollout", "log-probabilities", "train", "sync"]
+    assert list(found.phases) == ["rollout", "forward passes", "train", "sync"]
     assert all(0 <= floor <= expected for floor, expected in found.phases.values())
     assert found.training is not None
     # Two passes of forward and backward; once each for the old and for the reference's log-probabilities.
     assert found.training.train_flops == pytest.approx(3 * found.training.log_prob_flops)
     assert found.training.train_flops == pytest.approx(6 * sequence_flops(arch("Qwen3-8B"), found.work.lengths))
+
+
+def test_a_critic_is_a_second_model() -> None:
+    plain = plan(tensor_model_parallel_size=2)
+    found = plan(tensor_model_parallel_size=2, advantage_estimator="gae")
+    s = found.memory.sizes
+    assert s.critic == s.parameters + s.gradients + s.optimizer and plain.memory.sizes.critic == 0
+    for with_critic, without in zip(found.memory.phases, plain.memory.phases):
+        assert with_critic.bytes == without.bytes + s.critic
+    assert found.training is not None and plain.training is not None
+    assert found.training.train_flops == 2 * plain.training.train_flops
+    assert found.training.log_prob_flops == found.training.train_flops / 6
 
 
 def test_more_gpus_are_faster_and_move_the_bound() -> None:

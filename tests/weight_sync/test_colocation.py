@@ -18,6 +18,19 @@ def test_each_phase_holds_what_it_needs() -> None:
     assert peak(SIZES, Residency()).name == "train"
 
 
+def test_the_order_of_a_step() -> None:
+    """Nothing of the engine wakes before the actor has let go; the cache wakes last."""
+    sequence = phases(SIZES, Residency())
+    assert [phase.name for phase in sequence] == ["train", "offload", "wake weights", "sync", "rollout"]
+    assert [sorted(phase.parts) for phase in sequence] == [
+        ["activations", "gradients", "optimizer state", "parameters"],
+        ["parameters"],
+        ["engine weights", "parameters"],
+        ["buckets", "engine weights", "layer being loaded", "parameters"],
+        ["KV cache", "engine weights", "parameters"],
+    ]
+
+
 def test_everything_resident() -> None:
     stays = Residency(True, True, True, True)
     found = {phase.name: phase.bytes for phase in phases(SIZES, stays)}
