@@ -268,7 +268,7 @@ def main(words: list[str] | None = None) -> int:
     lines = [names, ["engines", *(f"{row['engines']:,}" for row in rows)]]
 
     def add(name: str, form: str, part: str, key: str, scale: float = 1.0) -> None:
-        lines.append([name, *(form.format(np.float64(row[part][key]) * scale) for row in rows)])  # type: ignore[index]
+        lines.append([name, *(form.format(np.float64(row[part][key]) * scale) for row in rows)])
 
     add("window: polls/s", "{:,.0f}", "window", "polls_a_second")
     add("window: requests/s, all busy", "{:,.0f}", "window", "quiet_requests")
