@@ -432,10 +432,12 @@ class WindowExecution:
         if now < self._watch_at or self.engine.has_unfinished():
             return
         self._watch_at = now + min(self.silence / 4, 30.0)
-        for engine, status in board.statuses(board.candidates(self._polls)).items():
-            polls, _ = self._heard.get(engine, (-1, now))
-            if status.polls != polls:
-                self._heard[engine] = (status.polls, now)
+        watched = board.candidates(self._polls)
+        known = board.statuses(watched)
+        for engine in watched:
+            polls = known[engine].polls if engine in known else -1  # one that has not begun the window is silent, too
+            if engine not in self._heard or self._heard[engine][0] != polls:
+                self._heard[engine] = (polls, now)
         heard = {engine: at for engine, (_, at) in self._heard.items()}
         check_alive(heard, now, self.silence, f"engine {self.engine.engine_index} waits for the window to close")
 
