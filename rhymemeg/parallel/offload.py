@@ -1,6 +1,6 @@
 """What of the actor's memory leaves the device while the engines generate, by `--offload-optimizer`, `--offload-gradients`.
 
-    offload = Offload(ddp_modules, optimizer, config.sync)
+    offload = Offload([actor, critic], config.sync)
     offload.restore()       before a training phase
     offload.release()       after it, before the engines wake
 
@@ -16,22 +16,28 @@ On the CPU the optimizer's state is in host memory already; gradients are freed 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rhymemeg.config import SyncOptions
 from rhymemeg.errors import ConfigError
+from rhymemeg.parallel.cpu_backend import megatron_calls
+
+if TYPE_CHECKING:
+    from rhymemeg.parallel.trained_model import TrainedModel
 
 
 class Offload:
-    """See the module. `modules` are Megatron's DistributedDataParallel wrappers of this rank's chunks."""
+    """See the module. `models`: the trained models of this rank."""
 
-    def __init__(self, modules: Sequence[Any], optimizer: Any, options: SyncOptions) -> None:
-        self._buffers = [buffer for module in modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
-        self._optimizer, self._options = optimizer, options
+    def __init__(self, models: Sequence[TrainedModel], options: SyncOptions) -> None:
+        wrapped: list[Any] = [module for model in models for module in model.wrapped]
+        self._buffers = [buffer for module in wrapped for buffer in (*module.buffers, *module.expert_parallel_buffers)]
+        self._optimizers = [model.optimizer for model in models]
+        self._options = options
         self._away = False
-        first = next(p for module in modules for p in module.parameters())
+        first = next(p for module in wrapped for p in module.parameters())
         self._cuda = first.is_cuda
         if options.offload_optimizer and self._cuda and first.dtype == torch.float32:
             raise ConfigError(
@@ -53,7 +59,9 @@ class Offload:
             for buffer in self._buffers:
                 buffer.offload_to_cpu(move_params=False, move_grads=True)
         if self._options.offload_optimizer:
-            self._optimizer.offload_to_cpu()
+            with megatron_calls():
+                for optimizer in self._optimizers:
+                    optimizer.offload_to_cpu()
         self._empty_cache()
 
     def restore(self) -> None:
@@ -62,7 +70,9 @@ class Offload:
             return
         self._away = False
         if self._options.offload_optimizer:
-            self._optimizer.restore_from_cpu()
+            with megatron_calls():
+                for optimizer in self._optimizers:
+                    optimizer.restore_from_cpu()
         if self._options.offload_gradients:
             for buffer in self._buffers:
                 buffer.reload_from_cpu(move_params=False, move_grads=True)

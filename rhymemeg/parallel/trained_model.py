@@ -108,6 +108,11 @@ class TrainedModel:
             if len(hooks) == 1:
                 c.no_sync_func, c.grad_sync_func = hooks[0]
 
+    @property
+    def wrapped(self) -> list[DistributedDataParallel]:
+        """`chunks` in Megatron's wrappers, which hold the gradient buffers."""
+        return self._ddp
+
     def _wrap(self) -> list[DistributedDataParallel]:
         p = self.config.parallel
         options = DistributedDataParallelConfig(

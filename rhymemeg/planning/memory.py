@@ -133,20 +133,20 @@ def estimate(
     micro_batches = expected_micro_batches(config, layout, work)
     layer = largest_engine_layer(arch, tp, whole) * width
     stays = residency(config, device_type)
+    # A critic is of the actor's size but for its head, which is small where the actor's output layer is large.
+    models = 2 if config.algorithm.needs_critic else 1
     found: list[tuple[Sizes, tuple[Phase, ...]]] = []
     for stage, shard in enumerate(actor_shards(arch, layout, padded)):
         states = optimizer_bytes(shard, layout, width, config.parallel.use_distributed_optimizer)
         sizes = Sizes(
-            parameters=shard.total * width,
-            gradients=shard.total * 4,
-            optimizer=states,
+            parameters=models * shard.total * width,
+            gradients=models * shard.total * 4,
+            optimizer=models * states,
             activations=activation_bytes(arch, config, layout, stage, width, micro_batches, device_type == "cuda"),
             engine_weights=weights,
             kv_cache=max(cache, 0),
             layer=layer,
             bucket=config.sync.update_weight_buffer_size,
-            # Of the actor's size; that it has a small head in place of the output layer is left out.
-            critic=shard.total * (width + 4) + states if config.algorithm.needs_critic else 0,
         )
         found.append((sizes, tuple(phases(sizes, stays))))
     peaks = [max(phase.bytes for phase in sequence) for _, sequence in found]
@@ -191,7 +191,8 @@ def _host(config: Config, sizes: Sizes, stays: Residency, device_type: str) -> d
         if not stays.optimizer_in_rollout:
             found["optimizer state, away"] = sizes.optimizer
     if config.algorithm.needs_reference:
-        found["reference weights, and the actor's own while they are lent"] = 2 * sizes.parameters
+        models = 2 if config.algorithm.needs_critic else 1
+        found["reference weights, and the actor's own while they are lent"] = 2 * sizes.parameters // models
     return found
 
 

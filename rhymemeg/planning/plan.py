@@ -129,7 +129,6 @@ class Plan:
             ("parameters", s.parameters),
             ("gradients", s.gradients),
             ("optimizer state", s.optimizer),
-            ("critic", s.critic),
             ("activations", s.activations),
             ("engine weights", s.engine_weights),
             ("KV cache", s.kv_cache),

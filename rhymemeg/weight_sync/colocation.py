@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of one rank. `layer`: the largest layer of the engine's weights; `bucket`: --update-weight-buffer-size;
-    `critic`: everything of a critic, which stays on the device, but its activations, which never meet the actor's."""
+    """Bytes of one rank. `parameters`, `gradients`, `optimizer`: of the actor and of a critic; `activations`: of one of
+    them, as they never meet; `layer`: the largest layer of the engine's weights; `bucket`: --update-weight-buffer-size."""
 
     parameters: int
     gradients: int
@@ -32,7 +32,6 @@ class Sizes:
     kv_cache: int
     layer: int
     bucket: int
-    critic: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,7 @@ class Phase:
 
 def phases(sizes: Sizes, stays: Residency) -> list[Phase]:
     """What is on the device in each phase, in order."""
-    critic = {"critic": sizes.critic} if sizes.critic else {}
-    actor = {"parameters": sizes.parameters, **critic}
+    actor = {"parameters": sizes.parameters}
     state = {
         name: size
         for name, size, kept in (
@@ -84,7 +82,7 @@ def phases(sizes: Sizes, stays: Residency) -> list[Phase]:
         Phase("offload", {**actor, **state, **resident}),
         Phase("wake weights", {**actor, **state, **engine, **asleep}),
         Phase("sync", {**actor, **state, **engine, **asleep, **moving}),
-        Phase("rollout", {**(actor if stays.parameters_in_rollout else critic), **state, **engine, **cache}),
+        Phase("rollout", {**(actor if stays.parameters_in_rollout else {}), **state, **engine, **cache}),
     ]
 
 

@@ -15,7 +15,6 @@ import torch
 
 from rhymemeg.arch import ModelArch
 from rhymemeg.config import Config, SyncOptions
-from rhymemeg.parallel.cpu_backend import megatron_calls
 from rhymemeg.parallel.layout_checks import describe_layout
 from rhymemeg.parallel.runtime import init_runtime, shutdown, start_layout
 from rhymemeg.planning.memory import optimizer_bytes
@@ -54,16 +53,13 @@ def measure(model: str, layout: dict[str, Any], models: Path, runtime: Any) -> d
     def train(options: SyncOptions) -> tuple[Any, list[float], list[int]]:
         actor, held = Actor(config, arch, runtime), []
         actor.load_weights(models / model)
-        modules = {id(m): m for m in _wrappers(actor)}.values()
-        offload = Offload(list(modules), actor.optimizer, options)
+        offload = Offload([actor], options)
         losses = []
         for _ in range(3):
-            with megatron_calls():
-                offload.restore()
+            offload.restore()
             losses.append(actor.train_step(mine, cases.loss, cases.TEMPERATURE)["actor/loss"])
             held.append(offload.gradient_bytes)
-            with megatron_calls():
-                offload.release()
+            offload.release()
             held.append(offload.gradient_bytes)
         return actor, losses, held
 
@@ -83,12 +79,6 @@ def measure(model: str, layout: dict[str, Any], models: Path, runtime: Any) -> d
         "gradients kept": held,
         "gradients away": away,
     }
-
-
-def _wrappers(actor: Any) -> list[Any]:
-    """Megatron's wrappers of the actor's chunks."""
-    found = [value for value in vars(actor).values() if isinstance(value, list)]
-    return [m for value in found for m in value if hasattr(m, "expert_parallel_buffers")]
 
 
 def main() -> None:
