@@ -103,7 +103,7 @@ def test_a_job_ends_with_the_status_of_its_run(status: int, tmp_path: Path) -> N
     job = Job(tmp_path, f'echo "$RHYMEMEG_NODES $RHYMEMEG_HEAD $RHYMEMEG_PORT $*"; exit {status}')
     found, output = job.end()
     assert found == status and not job.requeued
-    assert "2 node1 21234 rhymemeg.train --option value" in output
+    assert "2 node1 11234 rhymemeg.train --option value" in output
 
 
 NODE = """trap 'echo saved > saved; exit 1' TERM
