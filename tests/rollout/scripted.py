@@ -113,9 +113,9 @@ class Cluster:
                 outliers=outliers,
             )
             engine: Any = self.engines[e]
-            self.prepare(engine)
             board = self.boards[e] if s.num_engines > 1 else None
             try:
+                self.prepare(engine)
                 outcomes[e] = WindowExecution(
                     engine, part, board, SamplingOptions(), 0, timeout=self.timeout, silence=self.silence
                 ).run()

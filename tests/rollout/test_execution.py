@@ -118,10 +118,12 @@ def test_a_slow_engine_is_waited_for() -> None:
     assert len(finished) == 9
 
 
-@pytest.mark.parametrize("how", ["dead", "silent"])
+@pytest.mark.parametrize("how", ["dead", "silent", "never begins"])
 def test_an_engine_that_stops_is_named(how: str) -> None:
     def prepare(engine: ScriptedEngine) -> None:
         if engine.engine_index == 2:
+            if how == "never begins":
+                raise SystemExit  # in its thread, before its first poll
             engine.die_after = 3
             engine.step_seconds = 0.0 if how == "dead" else 4.0
 
