@@ -102,7 +102,7 @@ def _table(found: results.Result) -> str:
     for m in found.measures:
         middle = statistics.median(seconds for repeats in m.rounds for seconds in repeats)
         lines.append(
-            f"  {m.name:<18} {comparing.seconds(typical[m.name]):>9}{m.unit.removeprefix('s'):<9} {m.clock:<5} "
+            f"  {m.name:<18} {comparing.seconds(typical[m.name]):>9}{m.unit.removeprefix('s'):<18} {m.clock:<5} "
             f"{len(m.rounds)} x {len(m.rounds[0])}, median {100 * (middle / typical[m.name] - 1):.0f} % above"
         )
     if "rollout.plain" in typical and "rollout.drafted" in typical:

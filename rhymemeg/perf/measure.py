@@ -25,6 +25,7 @@ from typing import Any
 from rhymemeg.errors import ConfigError, RhymeMegError
 from rhymemeg.observe.run_dir import package_versions
 from rhymemeg.perf.result import Measure, Result, machine, now
+from rhymemeg.perf.runs import UNITS
 from rhymemeg.perf.suite import STEP, step_command, step_measures
 
 STEP_SKIP = 2
@@ -88,7 +89,7 @@ def run(settings: Settings, trees: Sequence[Path], say: Callable[[str], None] = 
     return [
         Result(
             measures=[
-                Measure(name, r.phase, r.seconds, r.speed, "s a token" if name.startswith("rollout.") else "s", r.clock)
+                Measure(name, r.phase, r.seconds, r.speed, _unit(name, r.phase), r.clock)
                 for name, r in measured.items()
             ],
             machine=facts,
@@ -100,6 +101,12 @@ def run(settings: Settings, trees: Sequence[Path], say: Callable[[str], None] = 
         )
         for tree, measured in zip(trees, kept)
     ]
+
+
+def _unit(name: str, phase: str) -> str:
+    if name.startswith("step."):
+        return f"s a {UNITS.get(phase, 'step')}"
+    return "s a token" if name.startswith("rollout.") else "s"
 
 
 @dataclass
