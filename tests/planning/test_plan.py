@@ -16,9 +16,11 @@ from rhymemeg.parallel.layout_checks import describe_layout
 from rhymemeg.planning.activations import in_flight
 from rhymemeg.planning.compute import drain_seconds, sequence_flops
 from rhymemeg.planning.hardware import GPUS, gpu_type
+from rhymemeg.planning.memory import kv_bytes_per_token
 from rhymemeg.planning.plan import Plan, make_plan, show_bytes
 from rhymemeg.planning.shards import actor_shards, engine_shard, largest_engine_layer
 from rhymemeg.planning.workload import expected_workload
+from rhymemeg.rollout.spec import EngineSpec
 from rhymemeg.weight_sync.layouts import hf_tensors
 from tests.planning.models import NAMES, arch, config
 
@@ -63,6 +65,16 @@ def test_an_engine_of_one_rank_holds_the_model(name: str) -> None:
     assert engine_shard(a, 1, True) == a.num_parameters()
     assert a.num_parameters() / 8 < engine_shard(a, 8, False) < 1.1 * a.num_parameters() / 8
     assert largest_engine_layer(a, 1, False) < a.num_parameters() / 10
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("Qwen3")])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_keys_and_values_are_those_of_the_engine(name: str, tp: int) -> None:
+    c, a = config(vllm_tensor_parallel_size=tp), arch(name)
+    if a.num_key_value_heads % tp and tp % a.num_key_value_heads:
+        return
+    spec = EngineSpec.from_config(c, a, "cuda")
+    assert kv_bytes_per_token(a, tp, 2) == spec.kv_bytes_per_token
 
 
 @pytest.mark.parametrize("stage", range(4))

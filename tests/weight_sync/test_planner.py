@@ -180,7 +180,7 @@ def test_programs_of_the_ranks_are_the_plan(case: Case) -> None:
 
 
 def layout_of(a: ModelArch, world: int, **sizes: int) -> ActorLayout:
-    parallel = ParallelOptions(**sizes)  # type: ignore[arg-type]
+    parallel = ParallelOptions(**sizes)
     padded = a.padded_vocab_size(128, parallel.tensor_model_parallel_size)
     return ActorLayout.planned(describe_layout(a, parallel, world), padded)
 
