@@ -81,14 +81,14 @@ def ticks(low: float, high: float, most: int = 5, whole: bool = False) -> list[f
     """Round numbers between `low` and `high`: steps of 1, 2 or 5 times a power of ten (`whole`: of at least 1), at most
     `most` + 1 of them."""
     span = high - low
-    if not math.isfinite(span) or span <= 0:
+    if not math.isfinite(span) or span <= 1e-9 * max(abs(low), abs(high)):
         return [low]
     rough = span / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * (1 - 1e-9))
     step = max(step, 1.0) if whole else step
     first = math.ceil(low / step - 1e-9)
-    return [step * k for k in range(first, math.floor(high / step + 1e-9) + 1)]
+    return [step * k for k in range(first, math.floor(high / step + 1e-9) + 1)] or [low]
 
 
 class Axes:
