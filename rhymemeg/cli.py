@@ -10,11 +10,11 @@ import contextlib
 import io
 import os
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, get_origin
 
 from pydantic import Field, ValidationError
 
-from rhymemeg.config import Config, first_problem, section_types
+from rhymemeg.config import Config, Section, first_problem, section_types
 from rhymemeg.errors import ConfigError
 
 
@@ -54,7 +54,11 @@ def parse(argv: list[str], prog: str = "python -m rhymemeg.train") -> tuple[Conf
         json_plan: bool = Field(False, description="With --dry-run: print the plan as JSON.")
 
     base = Config.load_yaml(file) if (file := _config_file(argv)) else Config()
-    default = Invocation(**{name: getattr(base, name) for name in Config.model_fields}, config=file)
+    # tyro would make an option of every key of these, and two keys of one name would clash.
+    trees = {(section, name): getattr(getattr(base, section), name) for section, name in _trees()}
+    default = Invocation(
+        **{name: _without_trees(name, getattr(base, name)) for name in Config.model_fields}, config=file
+    )
     quiet = os.environ.get("RANK", "0") != "0"
     sink = io.StringIO()
     try:
@@ -74,7 +78,25 @@ def parse(argv: list[str], prog: str = "python -m rhymemeg.train") -> tuple[Conf
     plan = DryRun(given.gpu_type, given.num_gpus, given.mean_response_len, given.network_gb_per_s, json=given.json_plan)
     if plan != DryRun() and not given.dry_run:
         raise ConfigError("--gpu-type, --num-gpus and the like plan a run without starting it: add --dry-run")
-    return Config(**{name: getattr(given, name) for name in Config.model_fields}), plan if given.dry_run else None
+    config = Config(**{name: getattr(given, name) for name in Config.model_fields})
+    for (section, name), tree in trees.items():
+        if not getattr(getattr(config, section), name):
+            setattr(getattr(config, section), name, tree)
+    return config, plan if given.dry_run else None
+
+
+def _trees() -> list[tuple[str, str]]:
+    """Options, with their sections, that hold names and values of any kind: for YAML files."""
+    return [
+        (section, name)
+        for section, kind in section_types().items()
+        for name, field in kind.model_fields.items()
+        if get_origin(field.annotation) is dict
+    ]
+
+
+def _without_trees(section: str, options: Section) -> Section:
+    return options.model_copy(update={name: {} for of, name in _trees() if of == section})
 
 
 def _config_file(argv: list[str]) -> str:

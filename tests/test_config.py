@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,17 @@ def test_command_line_wins_over_yaml(tmp_path: Path) -> None:
     )
     assert config.parallel.tensor_model_parallel_size == 4 and config.parallel.sequence_parallel
     assert config.optimizer.lr == 1e-3 and dry_run
+
+
+def test_options_with_trees_come_from_the_file(tmp_path: Path) -> None:
+    """Also where keys of theirs are called like options."""
+    sets = {"a": {"prompt_data": "x", "n_samples": 2}, "b": {"prompt_data": "y"}}
+    tree = {"eval_sets": sets, "task_args": {"max_terms": 3}, "rewards": {"*": ["auto"]}}
+    file = tmp_path / "a.yaml"
+    file.write_text(json.dumps(tree))
+    config, _ = parse(["--config", str(file), "--lr", "0.5"])
+    assert (config.data.eval_sets, config.data.task_args, config.data.rewards) == tuple(tree.values())
+    assert config.optimizer.lr == 0.5
 
 
 @pytest.mark.parametrize(

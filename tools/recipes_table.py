@@ -73,6 +73,11 @@ def mean_error(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), error
 
 
+def with_error(mean: float, error: float, sign: str = "") -> str:
+    """`0.700 ± 0.100`; one run alone has no error."""
+    return f"{mean:{sign}.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}")
+
+
 def row(name: str, results: list[Result]) -> str:
     """One line of the table."""
     before, _ = mean_error([r.before for r in results])
@@ -82,7 +87,8 @@ def row(name: str, results: list[Result]) -> str:
     mismatch = f"{max(mismatches):.1e}" if mismatches else "-"
     seconds = statistics.median(r.step_seconds for r in results)
     return (
-        f"| {name} | {len(results)} | {before:.3f} | {after:.3f} ± {after_error:.3f} | {gain:+.3f} ± {error:.3f} "
+        f"| {name} | {len(results)} | {before:.3f} | {with_error(after, after_error)} "
+        f"| {with_error(gain, error, '+')} "
         f"| {mismatch} | {seconds:.1f} |"
     )
 
