@@ -32,6 +32,7 @@ from rhymemeg.parallel import resume
 from rhymemeg.parallel.actor import Actor
 from rhymemeg.parallel.checkpoint_folder import CheckpointFolder
 from rhymemeg.parallel.critic import Critic
+from rhymemeg.parallel.offload import Offload
 from rhymemeg.parallel.reference import ReferenceWeights
 from rhymemeg.parallel.runtime import Runtime
 from rhymemeg.rl.dynamic_sampling import GroupFilter, replacement_indices
@@ -88,6 +89,7 @@ class Trainer:
                 self.reference = ReferenceWeights(self.actor.chunks)
             self.critic = Critic(config, arch, runtime) if config.algorithm.needs_critic else None
             self.learner = Learner(config, arch, runtime, clock, self.actor, self.reference, self.critic)
+            self.offload = Offload([m for m in (self.actor, self.critic) if m is not None], config.sync)
             self.checkpoints = CheckpointFolder(Path(config.run.output_dir) / "checkpoints", config.checkpoint, runtime)
             self.first_step = self._load_actor()
         with clock.phase("starting the engine"):
@@ -300,6 +302,7 @@ class Trainer:
     def push_weights(self, version: int) -> dict[str, float]:
         """Every engine serves the actor's weights as `version` when this returns. The engine's memory comes back in two
         parts, so that old weights, new weights and the KV cache are never on the device together."""
+        self.offload.release()
         self.engine.wake(["weights"])
         metrics = self.sync.push(version)
         self.engine.wake(["kv_cache"])
@@ -349,7 +352,11 @@ class Trainer:
         files = {"samples": pack_samples([*self.rollouts.held(), *self._held.values()])}
         if self.speculation is not None:
             files["history"] = self.speculation.save()
+        self.engine.sleep()  # a checkpoint is written from the device, where the optimizer's state has to fit
+        self.offload.restore()
         self.checkpoints.save(self.actor, steps_done, state, files, self.critic)
+        self.offload.release()
+        self.engine.wake()
 
     def _resume_rollouts(self) -> None:
         """What `save` kept beside the actor."""
@@ -381,6 +388,7 @@ class Trainer:
     def learn(self, step: int, batch: Batch) -> dict[str, float]:
         """The training phase of `step` (`rhymemeg.learner`); nothing where every group still waits for a carried sample."""
         self.engine.sleep()  # the device is the actor's until the next weight update; without sleep mode nothing happens
+        self.offload.restore()
         if not batch.summaries:
             if not self.config.algorithm.dynamic_sampling:  # which has said so
                 self.display.note(f"step {step}: nothing to train, every group waits for a carried sample")
