@@ -2,7 +2,8 @@
 
 `pack_numbers` holds what training needs (ids, tokens, versions, log-probabilities) as one int64 array. `pack_samples` adds
 the rest (finish reason, reward and its components as a line of JSON before it, the experts of `routing` after it); texts are
-left out, since tokens give them again. Nothing is pickled. `unpack_samples` raises ValueError on anything that `pack_samples` did not write.
+left out, since tokens give them again. Nothing is pickled. `unpack_samples` raises ValueError on anything that `pack_samples`
+did not write.
 """
 
 from __future__ import annotations

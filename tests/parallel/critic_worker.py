@@ -7,8 +7,6 @@ after a checkpoint of them was read again on the job's `resume_on` layout.
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rhymemeg.arch import ModelArch
-from rhymemeg.parallel.runtime import Runtime, init_runtime, shutdown, start_layout
+from rhymemeg.parallel.runtime import Runtime, start_layout
 from rhymemeg.rl.values import ValueObjective
 from tests.parallel import cases
-from tests.parallel.layout_worker import make_config, whole_gradients
+from tests.parallel.layout_worker import make_config, run_jobs, whole_gradients
 
 TOKENS = 70
 
@@ -94,17 +92,5 @@ def run(job: dict[str, Any], models: Path, out: Path, runtime: Runtime) -> None:
     save_file({k: v.contiguous() for k, v in results.items()}, out / f"{job['name']}.safetensors")
 
 
-def main() -> None:
-    models, out, jobs = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
-    first = make_config({})
-    runtime = init_runtime(first.run, first.parallel, seed=1)
-    for job in jobs:
-        try:
-            run(job, models, out, runtime)
-        except Exception as error:
-            raise RuntimeError(f"job {job['name']} on rank {runtime.rank}") from error
-    shutdown()
-
-
 if __name__ == "__main__":
-    main()
+    run_jobs(run)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,8 @@ def run(job: dict[str, Any], models: Path, out: Path, runtime: Runtime) -> None:
     save_file({k: v.contiguous() for k, v in results.items()}, out / f"{job['name']}.safetensors")
 
 
-def main() -> None:
+def run_jobs(run: Callable[[dict[str, Any], Path, Path, Runtime], None]) -> None:
+    """What the workers of this kind do: MODELS_FOLDER OUT_FOLDER JOBS.json of the command line, job after job."""
     models, out, jobs = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
     first = make_config({})
     runtime = init_runtime(first.run, first.parallel, seed=1)
@@ -131,4 +133,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_jobs(run)

@@ -46,7 +46,7 @@ def reference(model: Any) -> dict[str, Tensor]:
     load = torch.zeros(LAYERS, EXPERTS, dtype=torch.float64)
     policy, aux = torch.zeros(()), torch.zeros(())
     sequences = len(cases.rows())
-    now: dict[str, Any] = {}
+    now: dict[Any, Any] = {}
 
     def hook(layer: int, norm: bool) -> Any:
         def forced(module: Any, args: Any, output: Any) -> Any:
@@ -78,7 +78,7 @@ def reference(model: Any) -> dict[str, Tensor]:
                 tokens = int(real.sum())
                 for e in range(EXPERTS):
                     sent = int((chosen[row][real] == e).sum())
-                    load[layer, e] += sent
+                    load[layer][e] += sent
                     f = sent * EXPERTS / (K * tokens)
                     aux = aux + COEFFICIENT / sequences * f * p[row][real][:, e].mean()
     (policy + aux).backward()

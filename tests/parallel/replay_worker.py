@@ -7,8 +7,6 @@ recorded gives the same log-probabilities after the routers were changed, and ot
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rhymemeg.arch import ModelArch
-from rhymemeg.parallel.runtime import Runtime, init_runtime, shutdown, start_layout
+from rhymemeg.parallel.runtime import Runtime, start_layout
 from tests.parallel import cases, replay_cases
-from tests.parallel.layout_worker import make_config, whole_gradients
+from tests.parallel.layout_worker import make_config, run_jobs, whole_gradients
 
 
 def recorded_is_replayed(actor: Any, batches: list[Any]) -> bool:
@@ -76,17 +74,5 @@ def run(job: dict[str, Any], models: Path, out: Path, runtime: Runtime) -> None:
     save_file({k: v.contiguous() for k, v in results.items()}, out / f"{job['name']}.safetensors")
 
 
-def main() -> None:
-    models, out, jobs = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
-    first = make_config({})
-    runtime = init_runtime(first.run, first.parallel, seed=1)
-    for job in jobs:
-        try:
-            run(job, models, out, runtime)
-        except Exception as error:
-            raise RuntimeError(f"job {job['name']} on rank {runtime.rank}") from error
-    shutdown()
-
-
 if __name__ == "__main__":
-    main()
+    run_jobs(run)

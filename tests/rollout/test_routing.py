@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -52,7 +54,7 @@ def test_impossible_experts_are_refused() -> None:
 def test_bytes_and_back(sizes: list[tuple[int, int, int, bool]], cut: int) -> None:
     samples = []
     for i, (n, layers, k, wide) in enumerate(sizes):
-        numbers = np.random.default_rng(i).integers(0, 200, (n, layers, k)).astype(np.uint16 if wide else np.uint8)
+        numbers: Any = np.random.default_rng(i).integers(0, 200, (n, layers, k)).astype(np.uint16 if wide else np.uint8)
         samples.append(Sample(SampleId(1, i, 2), (1, 2), routing=numbers))
     samples.append(Sample(SampleId(1, 99, 0), (1,)))
     data = pack_routing(samples)
