@@ -104,15 +104,18 @@ def main(argv: list[str] | None = None) -> int:
         num_generations=rollout.n_samples_per_prompt, max_completion_length=rollout.max_response_len,
         temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, beta=algorithm.kl_loss_coef,
         epsilon=algorithm.eps_clip, epsilon_high=algorithm.eps_clip_high or algorithm.eps_clip, loss_type="dapo",
-        scale_rewards="group", num_iterations=1, learning_rate=config.optimizer.lr, lr_scheduler_type="constant_with_warmup",
-        warmup_steps=config.optimizer.lr_warmup_iters, weight_decay=config.optimizer.weight_decay,
-        adam_beta1=config.optimizer.adam_beta1, adam_beta2=config.optimizer.adam_beta2,
-        adam_epsilon=config.optimizer.adam_eps, max_grad_norm=config.optimizer.clip_grad, shuffle_dataset=False,
+        scale_rewards="group", num_iterations=1, max_grad_norm=config.optimizer.clip_grad, shuffle_dataset=False,
         disable_dropout=True, gradient_checkpointing=False,
     )  # fmt: skip
+    o = config.optimizer
+    optimizer = torch.optim.AdamW(
+        model.parameters(), o.lr, (o.adam_beta1, o.adam_beta2), o.adam_eps, weight_decay=o.weight_decay
+    )
+    # The first step is at 1 / warm-up steps, as ours; schedules of transformers begin at 0.
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / max(o.lr_warmup_iters, 1)))
     trainer = GRPOTrainer(
         model=model, reward_funcs=reward, args=arguments, train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer, callbacks=[Times()],
+        processing_class=tokenizer, callbacks=[Times()], optimizers=(optimizer, schedule),
     )  # fmt: skip
     first = evaluate(trainer.model) | {"step": 0}
     print(f"before: {first}", flush=True)

@@ -87,7 +87,10 @@ def gradients(
         for number, (mini, parts) in enumerate(zip(plan, batches)):
             model = Model()
             objective = Objective(config.algorithm, mini.total_tokens)
-            loss = cast(Tensor, sum(objective(*model(part), part)[0] for part in parts))
+            loss = torch.zeros((), dtype=torch.float64)
+            for part in parts:
+                log_probs, entropy = model(part)
+                loss = loss + objective(log_probs, entropy, part)[0]
             loss.backward()
             assert model.table.grad is not None
             if rank == 0:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,19 @@ import yaml
 from rhymemeg.arch import ModelArch
 from rhymemeg.config import Config
 from tests.torchrun import ROOT, torchrun
-from tools import recipes_table
 
+
+def load_tool() -> Any:
+    """tools/ is a folder of programs, not a package."""
+    spec = importlib.util.spec_from_file_location("recipes_table", ROOT / "tools/recipes_table.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # for its dataclasses
+    spec.loader.exec_module(module)
+    return module
+
+
+recipes_table = load_tool()
 RECIPES = sorted((ROOT / "launch/configs/recipes").glob("*.yaml"))
 
 
