@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -46,5 +47,5 @@ def _rank(rank: int, world: int, file: str) -> None:
     dist.destroy_process_group()
 
 
-def test_exchange_between_processes(tmp_path) -> None:
+def test_exchange_between_processes(tmp_path: Path) -> None:
     mp.spawn(_rank, (3, str(tmp_path / "store")), nprocs=3)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rhymemeg.rl.exchange import SampleSummary
-from rhymemeg.rl.groups import GroupBuffer
+from rhymemeg.rl.groups import GroupBuffer, GroupMode
 from rhymemeg.rollout.samples import SampleId
 
 N = 3
@@ -32,7 +32,7 @@ def windows(draw: st.DrawFn) -> list[list[SampleSummary]]:
 
 
 @given(windows(), st.sampled_from(["complete", "available"]), st.integers(0, 4))
-def test_every_sample_once(given_windows, mode, restart) -> None:
+def test_every_sample_once(given_windows: list[list[SampleSummary]], mode: GroupMode, restart: int) -> None:
     buffer, trained = GroupBuffer(N, mode), []
     for w, window in enumerate(given_windows):
         if w == restart:  # as from a checkpoint, on other ranks

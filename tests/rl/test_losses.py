@@ -116,6 +116,19 @@ def test_kl_estimators_average_to_the_exact_kl(kind: str) -> None:
         assert (kl_estimate(p.log(), q.log(), kind) >= 0).all()
 
 
+@given(d=st.floats(-4, 4), ref=st.floats(-5, 0))
+def test_kl_estimates_and_their_gradients(d: float, ref: float) -> None:
+    """Value and derivative by log pi, of each estimator, from its definition."""
+    expected = {"k1": (d, 1.0), "k2": (d * d / 2, d), "k3": (math.exp(-d) - 1 + d, 1 - math.exp(-d))}
+    for kind, (value, gradient) in expected.items():
+        x = torch.tensor([ref + d], dtype=torch.float64, requires_grad=True)
+        kl = kl_estimate(x, torch.tensor([ref], dtype=torch.float64), kind)
+        kl.sum().backward()
+        assert x.grad is not None
+        assert kl.item() == pytest.approx(value, rel=1e-6, abs=1e-9)
+        assert x.grad.item() == pytest.approx(gradient, rel=1e-6, abs=1e-9)
+
+
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(lambda lengths: sum(lengths) > 0))
 def test_aggregations_match_their_names(lengths: list[int]) -> None:
     """Each mode, as the weighted sum of random token losses, against the plain average it stands for."""
