@@ -26,13 +26,13 @@ from rhymemeg.rl.losses import POLICY_LOSSES, kl_estimate
 
 
 class Objective:
-    """See the module. `maxima` holds the largest values seen on this rank, for the caller to reduce."""
+    """See the module. `maxima` are for the caller to reduce over ranks."""
 
     def __init__(self, options: AlgorithmOptions, total_tokens: int) -> None:
         self.options = options
         self.total_tokens = max(total_tokens, 1)
         self.needs_entropy = True
-        self.maxima = dict.fromkeys(MAXIMA, 0.0)
+        self._largest: dict[str, Tensor] = {}
 
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None, batch: MicroBatch
@@ -75,6 +75,11 @@ class Objective:
         loss = (losses * fields["weights"] * kept).sum()
         return loss, {name: value.sum(dtype=torch.float64) / self.total_tokens for name, value in sums.items()}
 
+    @property
+    def maxima(self) -> dict[str, float]:
+        """The largest value of each of `MAXIMA` that this rank has seen; 0 where it has seen none."""
+        return {name: float(self._largest.get(name, 0.0)) for name in MAXIMA}
+
     def _keep_maxima(self, maxima: dict[str, Tensor]) -> None:
-        for name, value in maxima.items():
-            self.maxima[name] = max(self.maxima[name], float(value))
+        for name, value in maxima.items():  # on the device: reading a number would wait for it
+            self._largest[name] = torch.maximum(value, self._largest.get(name, value))
