@@ -44,7 +44,9 @@ def parse(argv: list[str], prog: str = "python -m rhymemeg.train") -> tuple[Conf
         config: str = Field("", description="YAML file of options, by section or flat.")
         dry_run: bool = Field(False, description="Check everything, print layout, memory and times, and stop.")
         gpu_type: str = Field("", description="With --dry-run: plan for this GPU (h100, ...) without having any.")
-        num_gpus: int = Field(0, ge=0, description="With --dry-run: ranks to plan for; 0: those that were started.")
+        num_gpus: int = Field(
+            0, ge=0, le=1 << 20, description="With --dry-run: ranks to plan for; 0: those that were started."
+        )
         mean_response_len: int = Field(
             0, ge=0, description="With --dry-run: expected mean response in tokens; 0: guess."
         )

@@ -26,9 +26,9 @@ from rhymemeg.errors import ConfigError
 
 
 class Section(BaseModel):
-    """Base of the sections: unknown names are errors, values are checked on assignment too."""
+    """Base of the sections: unknown names are errors, numbers are finite, values are checked on assignment too."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class RunOptions(Section):
@@ -410,6 +410,8 @@ class Config(Section):
             raise ConfigError(f"--config: cannot read {path}: {error}") from None
         except yaml.YAMLError as error:
             raise ConfigError(f"--config: {path} is not valid YAML: {error}") from None
+        except RecursionError:
+            raise ConfigError(f"--config: {path} is nested too deeply") from None
         return cls.from_tree({} if tree is None else tree, where=str(path))
 
     @classmethod
@@ -484,10 +486,17 @@ class Config(Section):
                 raise ConfigError("--vllm-speculative-config and --histospec both draft: choose one")
             try:
                 parsed = json.loads(self.engine.vllm_speculative_config)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"--vllm-speculative-config: not JSON: {error}") from None
             if not isinstance(parsed, dict) or "method" not in parsed:
                 raise ConfigError('--vllm-speculative-config: expected an object with "method"')
+            if not isinstance(parsed["method"], str):
+                raise ConfigError(f"--vllm-speculative-config: method {parsed['method']!r} is not a name")
+            drafts = parsed.get("num_speculative_tokens", 1)
+            if type(drafts) is not int or drafts < 1:
+                raise ConfigError(
+                    f"--vllm-speculative-config: num_speculative_tokens {drafts!r} is not a number above 0"
+                )
         check_algorithm(self)
         if self.data.eval_interval:
             from rhymemeg.evaluation import set_options

@@ -58,6 +58,10 @@ def test_options_with_trees_come_from_the_file(tmp_path: Path) -> None:
         ("lr: -1.0", "--lr: Input should be greater than 0"),
         ("- lr", "expected option names and values"),
         ("lr: [", "not valid YAML"),
+        ("[" * 5000, "nested too deeply"),
+        ("lr: .inf", "--lr: Input should be a finite number"),
+        ("entropy_coef: .nan", "--entropy-coef: Input should be a finite number"),
+        ("reward_range: [0, .inf]", "--reward-range.1: Input should be a finite number"),
         ("parallel: 3", "section 'parallel' holds int"),
     ],
 )
@@ -110,6 +114,9 @@ def test_only_rank_0_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         ({"num_minibatches": 64}, "--num-minibatches 64 exceeds --rollout-batch-size 32"),
         ({"old_log_probs": "engine", "top_p": 0.9}, "use --old-log-probs actor"),
         ({"max_tokens_per_microbatch": 100}, "less than the longest sequence"),
+        ({"vllm_speculative_config": "[" * 100_000}, "--vllm-speculative-config: not JSON"),
+        ({"vllm_speculative_config": '{"method": 1}'}, "--vllm-speculative-config: method 1 is not a name"),
+        ({"vllm_speculative_config": '{"method": "ngram", "num_speculative_tokens": -3}'}, "num_speculative_tokens -3"),
     ],
 )
 def test_contradictions_are_refused_with_the_reason(changes: dict[str, object], message: str) -> None:
