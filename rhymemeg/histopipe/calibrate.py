@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import yaml
 
+from rhymemeg.config import Config
 from rhymemeg.errors import DataError, RhymeMegError
 from rhymemeg.histopipe.cost import CostModel, load_profile
 from rhymemeg.histopipe.record import WindowRecord, read_windows
 from rhymemeg.histopipe.simulator import Setting, Simulator
 from rhymemeg.histopipe.workloads import StepLengths
+from rhymemeg.observe.read_run import read_metrics
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,15 @@ def read_steps(folder: Path, samples_per_prompt: int) -> list[StepLengths]:
     """Lengths of all steps, each with those of the same prompts' last visit. DataError where a step is not complete."""
     lengths: dict[int, dict[int, list[int]]] = {}
     for file in folder.glob("step_*.jsonl"):
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            lines = file.read_bytes().splitlines()
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read: {error.strerror}") from None
+        for number, line in enumerate(lines, 1):
             try:
-                entry = json.loads(line)
+                entry = json.loads(line.decode("utf-8"))
                 step, prompt, length = int(entry["step"]), int(entry["prompt_id"]), int(entry["length"])
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise DataError(f"{file}, line {number}: not a sample: {error!r}") from None
             lengths.setdefault(step, {}).setdefault(prompt, []).append(length)
     steps: list[StepLengths] = []
@@ -116,10 +121,10 @@ def setting_of(options: dict, cost: CostModel, engines: int, prompt_tokens: int)
 def run(options: argparse.Namespace) -> int:
     folder = Path(options.run)
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise DataError(f"{folder}: not the directory of a run: {error}") from None
+        config = Config.load_yaml(folder / "config.yaml").model_dump()
+        metrics = read_metrics(folder / "metrics.jsonl")
+    except RhymeMegError as error:
+        raise DataError(f"{folder}: not the directory of a run: {str(error).removeprefix('--config: ')}") from None
     if config["histospec"]["histospec"] or config["engine"]["vllm_speculative_config"]:
         raise DataError(f"{folder}: this run drafted; calibrate on one without speculation")
     steps = read_steps(folder / "samples", config["rollout"]["n_samples_per_prompt"])
@@ -127,8 +132,12 @@ def run(options: argparse.Namespace) -> int:
     if not records or not steps:
         raise DataError(f"{folder}: no windows")
     prompt_tokens = [
-        round(row["rollout/prompt_tokens"] / row["rollout/samples"]) for row in metrics if row.get("rollout/samples")
+        round(row["rollout/prompt_tokens"] / row["rollout/samples"])
+        for row in metrics
+        if row.get("rollout/samples") and "rollout/prompt_tokens" in row
     ]
+    if not prompt_tokens:
+        raise DataError(f"{folder / 'metrics.jsonl'}: no step with rollout/samples and rollout/prompt_tokens")
     cost = load_profile(folder / "engine_profile.json")
     setting = setting_of(config, cost, records[0].num_engines, round(statistics.mean(prompt_tokens)))
     rows = compare(setting, steps, records)

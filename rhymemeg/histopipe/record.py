@@ -18,6 +18,8 @@ from rhymemeg.errors import DataError
 from rhymemeg.histopipe.plan import Plan
 from rhymemeg.histopipe.predict import Floats, rank_correlation
 
+KINDS = ("new", "resumed", "early")
+
 
 @dataclass(frozen=True)
 class Span:
@@ -130,14 +132,40 @@ class WindowRecord:
     @classmethod
     def from_json(cls, line: str) -> WindowRecord:
         """Inverse of `to_json`. ValueError, KeyError or TypeError on anything else."""
-        entry: dict[str, Any] = json.loads(line)
+        entry: dict[str, Any] = _load(line)
         names = {f.name: f.type for f in fields(cls)}
         values: dict[str, Any] = {k: (math.nan if v is None else v) for k, v in entry.items() if k in names}
         values["idle_seconds"] = tuple(map(float, entry["idle_seconds"]))
         for name in ("engine_steps", "idle_steps"):
             values[name] = tuple(map(int, entry.get(name, ())))
         values["spans"] = tuple(Span(*span) for span in entry.get("spans", ()))
-        return cls(**values)
+        record = cls(**values)
+        for name, kind in names.items():
+            if kind in ("int", "float"):
+                _check_number(name, values.get(name, 0), whole=kind == "int")
+        for span in record.spans:
+            _check_number("engine of a span", span.engine, whole=True)
+            _check_number("times of a span", span.begin + span.end)
+            if span.kind not in KINDS:
+                raise ValueError(f"kind of a span: {span.kind!r} is none of {', '.join(KINDS)}")
+        if not math.isfinite(record.seconds):
+            raise ValueError("seconds are not finite")
+        return record
+
+
+def _load(line: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(entry, dict):
+        raise TypeError(f"expected an object, got {type(entry).__name__}")
+    return entry
+
+
+def _check_number(name: str, value: Any, whole: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        raise TypeError(f"{name}: {value!r} is not a {'whole ' if whole else ''}number")
 
 
 @dataclass(frozen=True)
@@ -212,7 +240,7 @@ def read_windows(path: str | Path) -> list[WindowRecord]:
     """All records of a windows.jsonl. A last line that was cut off (a run that was killed) is left out; DataError names
     the file and the line of any other that is not a record."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
     records = []
@@ -220,9 +248,9 @@ def read_windows(path: str | Path) -> list[WindowRecord]:
         if not line.strip():
             continue
         try:
-            records.append(WindowRecord.from_json(line))
+            records.append(WindowRecord.from_json(line.decode("utf-8")))
         except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines):
+            if number == len(lines):  # a whole line ends in a newline, so what follows the last one was cut off
                 break
             raise DataError(f"{path}, line {number}: not a window record: {error!r}") from None
     return records

@@ -93,6 +93,8 @@ def parse_setting(text: str, common: Setting) -> tuple[str, Setting]:
             values[key] = bool(int(value)) if kinds[key] is bool else kinds[key](value)
         except ValueError:
             raise ConfigError(f"--settings: {part!r}: not a value of {key}") from None
+        if key in ("samples", "engines", "slots", "cap") and int(values[key]) < 1:
+            raise ConfigError(f"--settings: {part!r}: less than 1")
     return text, replace(common, **values)
 
 
@@ -230,8 +232,10 @@ def parse_speculation(text: str) -> Speculation:
         )
     except (ValueError, IndexError):
         raise ConfigError(f"--speculation: {text!r} is not DRAFT:ACCEPT[:COVERAGE[:MAX_RUNNING]]") from None
-    if draft < 0 or not 0 <= values.accept < 1 or not 0 <= values.coverage <= 1 or len(parts) > 4:
-        raise ConfigError(f"--speculation: {text!r}: want DRAFT >= 0, 0 <= ACCEPT < 1, 0 <= COVERAGE <= 1")
+    if not 0 <= draft <= 1024 or not 0 <= values.accept < 1 or not 0 <= values.coverage <= 1 or len(parts) > 4:
+        raise ConfigError(f"--speculation: {text!r}: want DRAFT 0 to 1024, 0 <= ACCEPT < 1, 0 <= COVERAGE <= 1")
+    if values.max_running < 0:
+        raise ConfigError(f"--speculation: {text!r}: want MAX_RUNNING >= 0")
     return values
 
 
@@ -244,9 +248,16 @@ def run(options: argparse.Namespace) -> int:
         ("cap", 1, 1 << 30),
         ("windows", 1, 1 << 20),
         ("warmup", 0, 1 << 20),
+        ("prompt_tokens", 0, 1 << 30),
+        ("plot_engines", 0, 4096),
+        ("seed", 0, 1 << 63),
+        ("length_scale", 1e-6, 1e6),
+        ("carry", 0, 1),
+        ("early", 0, 1),
     ):
-        if not low <= getattr(options, name) <= high:
-            raise ConfigError(f"--{name}: {getattr(options, name)} is not between {low} and {high}")
+        value = getattr(options, name)
+        if value is not None and not low <= value <= high:
+            raise ConfigError(f"--{name.replace('_', '-')}: {value} is not between {low} and {high}")
     source = workload(options.lengths, options.length_scale)
     common = Setting(
         engines=options.engines,

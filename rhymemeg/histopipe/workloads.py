@@ -16,6 +16,7 @@ import gzip
 import json
 import math
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,17 +108,19 @@ def read_trace(path: str | Path, scale: float = 1.0) -> Trace:
         raise DataError(f"{path}: no .jsonl file in this folder")
     visits: dict[Any, dict[int, list[float]]] = {}
     for file in files:
-        with _open(file) as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    entry = json.loads(line)
+        number = 0
+        try:
+            with _open(file) as lines:
+                for number, line in enumerate(lines, 1):  # noqa: B007 (told with an error)
+                    entry = json.loads(line.decode("utf-8"))
                     step, prompt = int(entry["step"]), entry["prompt_id"]
-                    length = _length(entry)
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise DataError(
-                        f"{file}, line {number}: not a response with prompt_id, step and a length or output: {error!r}"
-                    ) from None
-                visits.setdefault(prompt, {}).setdefault(step, []).append(length * scale)
+                    visits.setdefault(prompt, {}).setdefault(step, []).append(_length(entry) * scale)
+        except (EOFError, zlib.error, OSError) as error:
+            raise DataError(f"{file}: cannot be read after line {number}: {error}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DataError(
+                f"{file}, line {number}: not a response with prompt_id, step and a length or output: {error!r}"
+            ) from None
     # An epoch takes many steps, so what counts is how often a prompt has come before.
     epochs: list[dict[Any, Floats]] = [{} for _ in range(max(map(len, visits.values()), default=0))]
     for prompt, by_step in visits.items():
@@ -126,15 +129,14 @@ def read_trace(path: str | Path, scale: float = 1.0) -> Trace:
     return Trace(tuple(epochs))
 
 
-def _open(file: Path) -> IO[str]:
-    try:
-        return gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else open(file, encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{file}: {error.strerror}") from None
+def _open(file: Path) -> IO[bytes]:
+    return gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb")  # type: ignore[return-value]
 
 
 def _length(entry: dict[str, Any]) -> int:
     if entry.get("length") is not None:
+        if int(entry["length"]) < 0:
+            raise ValueError(f"length {entry['length']} is negative")
         return int(entry["length"])
     if entry.get("output_token_ids") is not None:
         return len(entry["output_token_ids"])
@@ -177,6 +179,6 @@ def workload(text: str, scale: float = 1.0) -> Lognormal | Trace:
             options[name] = float(value)
         except ValueError:
             raise ConfigError(f"--lengths: {part!r} is not NAME=NUMBER") from None
-        if name not in ("median", "sigma", "growth") or not options[name] > 0:
+        if name not in ("median", "sigma", "growth") or not 0 < options[name] < 1e9:
             raise ConfigError(f"--lengths: {part!r}: want median, sigma or growth, and a positive number")
     return Lognormal(**options)  # type: ignore[arg-type]

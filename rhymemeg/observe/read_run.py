@@ -107,7 +107,7 @@ def read_metrics(file: Path, notes: list[str] | None = None) -> list[dict[str, f
         last = number == len(lines)  # a whole line ends in a newline, so what follows the last one was cut off
         try:
             row = json.loads(text.decode("utf-8"), parse_constant=_refuse_constant)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if last:
                 if notes is not None:
                     notes.append(f"{file.name}: the last line ({number}) is cut off and left out")
@@ -167,7 +167,7 @@ def _read_windows(file: Path, notes: list[str]) -> list[Line]:
                             f"idle_seconds of {len(record.idle_seconds)} engines, not {record.num_engines}"
                         )
                     found.append(Line(record, offset, len(spans)))
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                     if not text.endswith(b"\n"):
                         notes.append(f"{file.name}: the last line ({number}) is cut off and left out")
                         break
@@ -186,7 +186,7 @@ def _read_yaml(file: Path, notes: list[str]) -> dict[str, Any]:
     except FileNotFoundError:
         notes.append(f"no {file.name}")
         return {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise DataError(f"{file}: cannot be read: {str(error).splitlines()[0]}") from None
     return tree if isinstance(tree, dict) else {}
 
@@ -197,6 +197,6 @@ def _read_summary(file: Path, notes: list[str]) -> dict[str, Any]:
     except FileNotFoundError:
         notes.append(f"no {file.name}: the run has not ended, or was killed")
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file}: cannot be read: {error}") from None
     return tree if isinstance(tree, dict) else {}

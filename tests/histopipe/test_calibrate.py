@@ -29,7 +29,11 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     (folder / "samples").mkdir(parents=True)
     (folder / "config.yaml").write_text(config.to_yaml())
-    metrics = {"rollout/prompt_tokens": 50.0 * PROMPTS * SAMPLES, "rollout/samples": float(PROMPTS * SAMPLES)}
+    metrics = {
+        "step": 0,
+        "rollout/prompt_tokens": 50.0 * PROMPTS * SAMPLES,
+        "rollout/samples": float(PROMPTS * SAMPLES),
+    }
     (folder / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
     for step in range(STEPS):
         lines = [
@@ -75,6 +79,12 @@ def test_history_is_that_of_the_last_visit(run: Path) -> None:
 
 def test_bad_runs_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run / "none")]) == 1 and "none" in capsys.readouterr().err
+    for name in ("config.yaml", "metrics.jsonl"):
+        before = (run / name).read_bytes()
+        for content in (b"[]\n", b"\xff\n", b"[" * 5000 + b"\n"):
+            (run / name).write_bytes(content)
+            assert main([str(run)]) == 1 and name in capsys.readouterr().err
+        (run / name).write_bytes(before)
     file = run / "samples" / "step_2.jsonl"
     file.write_text(file.read_text().splitlines()[0] + "\n")
     with pytest.raises(DataError, match="step 2 are not complete"):

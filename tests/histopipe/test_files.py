@@ -65,6 +65,26 @@ def test_broken_records_are_named(tmp_path):
         read_windows(tmp_path / "none.jsonl")
 
 
+@pytest.mark.parametrize(
+    "line",
+    [b"[]", b"null", b"\xff\xfe", b"[" * 100_000]
+    + [
+        json.dumps(json.loads(record().to_json()) | changes).encode()
+        for changes in (
+            {"num_engines": "x"},
+            {"seconds": "x"},
+            {"seconds": None},
+            {"spans": [["a"] * 7]},
+            {"spans": [[0, "a", 0, 1, 1, "other", "finished"]]},
+        )
+    ],
+)
+def test_a_record_of_the_wrong_kind_is_named(tmp_path, line):
+    (tmp_path / "windows.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(DataError, match=r"windows\.jsonl, line 1: not a window record"):
+        read_windows(tmp_path / "windows.jsonl")
+
+
 def test_metrics():
     m = record().metrics()
     assert m["histopipe/idle_share"] == pytest.approx(0.05) and m["histopipe/idle_share_max"] == pytest.approx(0.1)
@@ -127,6 +147,13 @@ def test_trace_steps_take_history_from_one_step_and_responses_from_the_next(tmp_
 def test_bad_traces_are_named(tmp_path):
     with pytest.raises(DataError, match="line 1"):
         read_trace(write_trace(tmp_path / "t.jsonl", [{"step": 1}]))
+    for content in (b"\xff\xfe", b"[" * 100_000, b'{"step": 1, "prompt_id": 0, "length": -5}'):
+        (tmp_path / "b.jsonl").write_bytes(content)
+        with pytest.raises(DataError, match=r"b\.jsonl, line"):
+            read_trace(tmp_path / "b.jsonl")
+    (tmp_path / "cut.gz").write_bytes(b"\x1f\x8b\x08\x00")
+    with pytest.raises(DataError, match=r"cut\.gz: cannot be read"):
+        read_trace(tmp_path / "cut.gz")
     with pytest.raises(ConfigError, match="--lengths"):
         workload(str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="--lengths"):
@@ -187,6 +214,13 @@ def test_strict_windows_are_never_shorter_than_the_bound():
         ["--settings", "fastest"],
         ["--settings", "complement:speed=9"],
         ["--settings", "complement:carry=x"],
+        ["--settings", "complement:samples=0"],
+        ["--carry", "nan"],
+        ["--seed", "-1"],
+        ["--length-scale", "nan"],
+        ["--prompt-tokens", "-1"],
+        ["--lengths", "lognormal:sigma=inf"],
+        ["--speculation", "1000000000000000000000:0.5"],
         ["--speculation", "4"],
         ["--speculation", "4:2"],
         ["--lengths", "gamma"],
