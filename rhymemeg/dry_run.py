@@ -16,7 +16,7 @@ from pathlib import Path
 from rhymemeg.arch import FAMILIES, ModelArch
 from rhymemeg.cli import DryRun
 from rhymemeg.config import Config
-from rhymemeg.errors import CheckpointError, ConfigError, RhymeMegError
+from rhymemeg.errors import CheckpointError, ConfigError, DataError, RhymeMegError
 from rhymemeg.parallel.layout_checks import Layout, check_layout
 from rhymemeg.planning.hardware import gpu_type
 from rhymemeg.planning.plan import Plan, make_plan, show_count
@@ -124,9 +124,26 @@ def check_files(config: Config) -> list[str]:
         from rhymemeg.histospec.cost_model import CostModel
 
         CostModel.load(config.histospec.histospec_profile)
+    if reference := config.model.ref_hf_checkpoint:
+        _check_reference(reference, ModelArch.from_pretrained(config.model.hf_checkpoint))
+    if config.histospec.histospec and (file := config.histospec.histospec_warm_start) and not Path(file).is_file():
+        raise DataError(f"--histospec-warm-start: {file} is not a file")
     if config.checkpoint.load not in ("", "auto") and not Path(config.checkpoint.load).is_dir():
         raise CheckpointError(f"--load: {config.checkpoint.load} does not exist")
     return []
+
+
+def _check_reference(folder: str, arch: ModelArch) -> None:
+    """The reference model borrows the actor's modules, so its shapes must be the actor's."""
+    try:
+        reference = ModelArch.from_pretrained(folder)
+    except RhymeMegError as error:
+        raise ConfigError(f"--ref-hf-checkpoint: {str(error).removeprefix('--hf-checkpoint: ')}") from None
+    for name in ("architecture", "num_layers", "hidden_size", "vocab_size"):
+        if getattr(reference, name) != getattr(arch, name):
+            raise ConfigError(
+                f"--ref-hf-checkpoint: {name} of {folder} is {getattr(reference, name)}, the model's is {getattr(arch, name)}"
+            )
 
 
 def _check_what_is_here(config: Config) -> list[str]:

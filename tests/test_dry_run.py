@@ -86,6 +86,28 @@ def test_refusals(words: list[str], message: str, capsys: pytest.CaptureFixture[
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kl-coef", "0.1", "--ref-hf-checkpoint", "/nowhere"], "--ref-hf-checkpoint: model folder '/nowhere'"),
+        (
+            ["--kl-coef", "0.1", "--ref-hf-checkpoint", "launch/models/Qwen3-8B"],
+            "--ref-hf-checkpoint: num_layers of launch/models/Qwen3-8B is 36",
+        ),
+        (["--histospec", "--histospec-warm-start", "/nowhere"], "--histospec-warm-start: /nowhere is not a file"),
+        (["--load", "/nowhere"], "--load: /nowhere does not exist"),
+    ],
+)
+def test_files_a_run_would_read(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    run = ["--dry-run", "--config", "launch/configs/quickstart.yaml", "--device", "cpu", "--num-gpus", "2"]
+    assert main([*run, *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
 def test_a_folder_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--dry-run", "--gpu-type", "h100", "--num-gpus", "8", "--prompt-data", "x", "--hf-checkpoint"]
     assert main([*words, str(write(tmp_path / "mamba", {"architectures": ["MambaForCausalLM"]}))]) == 2

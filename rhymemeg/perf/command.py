@@ -69,6 +69,8 @@ def run(options: argparse.Namespace) -> int:
     for value, name in ((options.rounds, "--rounds"), (options.repeats, "--repeats"), (options.steps, "--steps")):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
+    if not 0 < options.timeout < 1e9:
+        raise ConfigError(f"--timeout must be a number of seconds above 0, got {options.timeout:g}")
     model = Path(options.model)
     if not model.is_absolute() and not model.exists():
         model = measure.own_tree() / model
@@ -121,6 +123,8 @@ def record(options: argparse.Namespace) -> int:
 def compare(options: argparse.Namespace) -> int:
     """`rhymemeg perf compare`."""
     rule = _rule(options)
+    if options.skip < 0:
+        raise ConfigError(f"--skip must be at least 0, got {options.skip}")
     given = [Path(word) for word in options.what]
     for path in given:
         if not path.exists():

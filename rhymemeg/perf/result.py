@@ -17,6 +17,7 @@ import json
 import math
 import os
 import platform
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -130,7 +131,7 @@ def read_result(file: str | Path) -> Result:
         entry = json.loads(path.read_text(encoding="utf-8"), parse_constant=_not_a_number)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not a result of rhymemeg perf: {error}") from None
     if not isinstance(entry, dict) or entry.get("schema") != SCHEMA:
         found = entry.get("schema") if isinstance(entry, dict) else None
@@ -147,6 +148,8 @@ def read_result(file: str | Path) -> Result:
             )
             for m in entry["measures"]
         ]
+        if not isinstance(entry["machine"].get("gpus", []), list):
+            raise TypeError("gpus of the machine are not a list")
         return Result(
             measures,
             dict(entry["machine"]),
@@ -186,7 +189,7 @@ def write_result(file: str | Path, result: Result) -> None:
 
 def record(folder: str | Path, result: Result) -> Path:
     """Add a result to a history. Returns its file."""
-    stamp = (result.made or now()).replace(":", "").replace("+0000", "Z")
+    stamp = re.sub(r"[^0-9A-Za-z-]", "", (result.made or now()).replace("+00:00", "Z"))[:32]  # a name, never a path
     path = Path(folder) / f"{result.kind}_{stamp}_{_digest(result.to_json())[:6]}.json"
     write_result(path, result)
     return path

@@ -300,3 +300,32 @@ def test_whole_steps_run() -> None:
     (found,) = measure_run(Settings({"step": ["step"]}, rounds=1, steps=2, timeout=400), [own_tree()])
     assert {"step.whole", "step.rollout", "step.train"} <= {m.name for m in found.measures}
     assert all(len(m.rounds[0]) == 2 for m in found.measures)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"machine": {"gpus": 3}}, "gpus of the machine are not a list"),
+        ({"machine": []}, "not a result of rhymemeg perf"),
+        ({"measures": 3}, "not a result of rhymemeg perf"),
+    ],
+)
+def test_a_result_of_the_wrong_kind_is_named(changes: dict[str, object], says: str, tmp_path: Path) -> None:
+    file = tmp_path / "now.json"
+    file.write_text(json.dumps(json.loads(Result([], {}, {}).to_json()) | changes))
+    with pytest.raises(DataError, match=says):
+        read_result(file)
+    file.write_text("[" * 100_000)
+    with pytest.raises(DataError, match="not a result of rhymemeg perf"):
+        read_result(file)
+
+
+def test_a_result_is_kept_inside_its_history_whatever_it_says(tmp_path: Path) -> None:
+    kept = record(tmp_path / "perf", Result([], {}, {}, made="../../../x/y" * 50))
+    assert kept.parent == tmp_path / "perf" and kept.is_file() and [*tmp_path.iterdir()] == [tmp_path / "perf"]
+
+
+@pytest.mark.parametrize("words", [["run", "--timeout", "nan"], ["compare", "tests", "tests", "--skip", "-1"]])
+def test_numbers_out_of_range_are_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert words[-2] in capsys.readouterr().err
