@@ -77,6 +77,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{path} is missing, so the checkpoint is not complete") from None
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DamagedCheckpointError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):

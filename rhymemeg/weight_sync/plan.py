@@ -278,6 +278,16 @@ def lines(tree: dict[str, Any], prefix: str = "") -> list[str]:
 def main(words: list[str] | None = None) -> int:
     arguments = parser().parse_args(words)
     try:
+        for name in (
+            "ranks_per_node",
+            "node_gb_per_s",
+            "network_gb_per_s",
+            "bucket_mib",
+            "layers_in_flight",
+            "make_vocab_size_divisible_by",
+        ):
+            if not 0 < (value := getattr(arguments, name)) < 1e9:
+                raise ConfigError(f"--{name.replace('_', '-')}: {value} is not a number above 0")
         result = report(arguments)
     except RhymeMegError as error:
         print(f"error: {error}", file=sys.stderr)

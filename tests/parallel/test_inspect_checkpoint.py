@@ -35,6 +35,7 @@ def test_a_whole_checkpoint(made: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("cut", "__0_0.distcp has 1000 bytes", True),
         ("delete", "__0_0.distcp is missing", True),
         ("manifest", "manifest.json is not valid JSON", True),
+        ("folder", "manifest.json cannot be read: Is a directory", True),
         ("table", ".metadata is corrupt", False),
         ("extra", "stray is not in the manifest", True),
     ],
@@ -54,6 +55,9 @@ def test_damage_is_named(
         shard.unlink()
     elif damage == "manifest":
         (folder / "manifest.json").write_text('{"files": {')
+    elif damage == "folder":
+        (folder / "manifest.json").unlink()
+        (folder / "manifest.json").mkdir()
     elif damage == "table":
         (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:-1] + b"?")
     else:

@@ -119,3 +119,19 @@ def test_files_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "none.json" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="kv_lora_rank"):
         describe({**DEEPSEEK, "kv_lora_rank": None})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--ranks-per-node", "0"],
+        ["--layers-in-flight", "0"],
+        ["--make-vocab-size-divisible-by", "0"],
+        ["--bucket-mib", "-1"],
+        ["--network-gb-per-s", "nan"],
+    ],
+)
+def test_numbers_out_of_range_are_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "none", *words]) == 2
+    error = capsys.readouterr().err
+    assert words[0] in error and error.count("\n") == 1
