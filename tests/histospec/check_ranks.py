@@ -79,7 +79,7 @@ def main() -> None:
             group = [s.response_ids for s in queue if s.sample_id.prompt_id == p]
             history.record(p, ids, group, [1.0] * GROUP, step=epoch)
         costs.append(drafter.learner.state())
-    assert sum(len(draft) for step in drafts for draft in step) > 300
+    assert sum(len(draft) for step in drafts for draft in step) > 100
     assert len(drafts) > 2 * SYNC_EVERY
     everything = ranks.all_gather_object((drafts, costs))
     if ranks.rank == 0:
