@@ -428,7 +428,7 @@ class Config(Section):
                 for option, inner in value.items():
                     if owner.get(option) != key:
                         raise ConfigError(
-                            f"{where}: unknown option {option!r} in section {key!r}{did_you_mean(option)}"
+                            f"{where}: unknown option {option!r} in section {key!r}{did_you_mean(str(option))}"
                         )
                     grouped[key][option] = inner
             elif key in owner:

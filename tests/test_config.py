@@ -63,6 +63,7 @@ def test_options_with_trees_come_from_the_file(tmp_path: Path) -> None:
         ("entropy_coef: .nan", "--entropy-coef: Input should be a finite number"),
         ("reward_range: [0, .inf]", "--reward-range.1: Input should be a finite number"),
         ("parallel: 3", "section 'parallel' holds int"),
+        ("parallel: {3: 4}", "unknown option 3 in section 'parallel'"),
     ],
 )
 def test_bad_yaml_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
